@@ -1,0 +1,94 @@
+"""Tiny language models given as functions of the text, with a cache that honours visibility.
+
+They see a text only through rows, positions and the visibility they are given, so a pipeline that
+hands over a wrong row, position or mask gets wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treegraft.core.language_model import LanguageModel
+
+
+@dataclass
+class TableCache:
+    token: Tensor
+    position: Tensor
+
+
+@dataclass
+class TableModel(LanguageModel):
+    """``logits(text) -> float [V]``; ``reads`` counts the tokens that went through the model."""
+
+    logits: Callable[[Sequence[int]], Tensor]
+    vocab_size: int
+    name: str = "table"
+    max_positions: int | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    reads: int = 0
+    forwards: int = 0
+
+    def new_cache(self, n_rows: int, old: Any = None) -> TableCache:
+        cache = TableCache(torch.full((n_rows,), -1), torch.full((n_rows,), -1))
+        if old is not None:
+            n_old = old.token.shape[0]
+            cache.token[:n_old], cache.position[:n_old] = old.token, old.position
+        return cache
+
+    def forward(
+        self,
+        cache: TableCache,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        assert len(set(rows.tolist())) == len(rows), "rows of one forward must differ"
+        assert bool(visible[torch.arange(len(rows)), rows].all()), "a query must see itself"
+        self.reads += len(rows)
+        self.forwards += 1
+        cache.token[rows] = tokens
+        cache.position[rows] = positions
+        out = []
+        for i in range(len(rows)):
+            seen = visible[i].nonzero()[:, 0]
+            where = cache.position[seen]
+            text = cache.token[seen][where.argsort()].tolist()
+            assert sorted(where.tolist()) == list(range(len(text))), "positions must form a path"
+            assert int(positions[i]) == len(text) - 1, "a query must be the end of its path"
+            out.append(self.logits(text).float())
+        stacked = torch.stack(out)
+        return stacked[-1:] if last_only else stacked
+
+    def move_(self, cache: TableCache, source: Tensor, target: Tensor) -> None:
+        cache.token[target] = cache.token[source].clone()
+        cache.position[target] = cache.position[source].clone()
+
+
+def hashed_model(vocab_size: int, seed: int, order: int = 2, scale: float = 3.0) -> TableModel:
+    """Logits that are a fixed random function of the last ``order`` tokens."""
+
+    def logits(text: Sequence[int]) -> Tensor:
+        key = seed
+        for token in text[-order:]:
+            key = (key * 1_000_003 + token + 1) % (2**31 - 1)
+        generator = torch.Generator().manual_seed(key)
+        return torch.randn(vocab_size, generator=generator) * scale
+
+    return TableModel(logits, vocab_size, name=f"hashed-{seed}")
+
+
+def mixed_model(target: TableModel, other: TableModel, share: float) -> TableModel:
+    """A drafter that is close to ``target``: its logits mixed with those of ``other``."""
+
+    def logits(text: Sequence[int]) -> Tensor:
+        return (1 - share) * target.logits(text) + share * other.logits(text)
+
+    return TableModel(logits, target.vocab_size, name="mixed")

@@ -1,0 +1,1 @@
+"""Tree backends, the KV slab and the adapter for models of transformers."""

@@ -1,0 +1,1 @@
+"""Comparisons, checks and the demo, as library calls."""

@@ -1,0 +1,106 @@
+"""What can stand in each role: the closed set of built-ins, and one's own class by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from treegraft.config import CustomConfig
+from treegraft.core.errors import ConfigError, TreegraftError
+from treegraft.core.roles import Drafter, GraftPolicy, Scheduler, TreeBuilder, Verifier
+from treegraft.policies.builders import LayeredBuilder, LayeredConfig
+from treegraft.policies.drafters.lm import LmConfig, LmDrafter
+from treegraft.policies.drafters.ngram import NgramConfig, NgramDrafter
+from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
+from treegraft.policies.schedulers import (
+    AlwaysConfig,
+    AlwaysScheduler,
+    FixedConfig,
+    FixedScheduler,
+    NeverConfig,
+    NeverScheduler,
+)
+from treegraft.policies.verifiers import WalkConfig, WalkVerifier
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A place in the pipeline: the ABC that fills it, and the built-ins by kind."""
+
+    name: str
+    base: type
+    builtin: Mapping[str, tuple[type[BaseModel], type]]
+
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            "drafter",
+            Drafter,
+            {"ngram": (NgramConfig, NgramDrafter), "lm": (LmConfig, LmDrafter)},
+        ),
+        Role("builder", TreeBuilder, {"layered": (LayeredConfig, LayeredBuilder)}),
+        Role("graft", GraftPolicy, {"treegraft": (TreegraftConfig, TreegraftGraft)}),
+        Role(
+            "scheduler",
+            Scheduler,
+            {
+                "never": (NeverConfig, NeverScheduler),
+                "always": (AlwaysConfig, AlwaysScheduler),
+                "fixed": (FixedConfig, FixedScheduler),
+            },
+        ),
+        Role("verifier", Verifier, {"walk": (WalkConfig, WalkVerifier)}),
+    )
+}
+
+
+def component_class(role: str, config: BaseModel) -> type:
+    """The class that a config names; one's own is imported and checked against its role."""
+    if not isinstance(config, CustomConfig):
+        return ROLES[role].builtin[config.kind][1]  # type: ignore[attr-defined]
+    base = ROLES[role].base
+    module_name, _, class_name = config.kind.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in class_name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{role}.kind {config.kind!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"{role}.kind {config.kind!r} must be a subclass of treegraft.{base.__name__}"
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))  # type: ignore[attr-defined]
+        raise ConfigError(f"{role}.kind {config.kind!r} does not define: {missing}")
+    try:
+        inspect.signature(found).bind(**config.params)
+    except TypeError as error:
+        raise ConfigError(f"{role}.params of {config.kind!r}: {error}") from None
+    return found
+
+
+def build_component(role: str, config: BaseModel, *extra: Any) -> Any:
+    """Instantiate what ``config`` names.
+
+    A built-in takes its config and ``extra``; one's own class takes its ``params`` as keywords.
+    """
+    found = component_class(role, config)
+    if not isinstance(config, CustomConfig):
+        return found(config, *extra)
+    try:
+        return found(**config.params)
+    except TreegraftError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{role}.kind {config.kind!r} cannot be built from params {config.params}: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,270 @@
+"""The configuration of a pipeline: one union of kinds per role, checked before anything loads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from treegraft.core.errors import ConfigError
+from treegraft.policies.builders import LayeredConfig
+from treegraft.policies.drafters.lm import LmConfig
+from treegraft.policies.drafters.ngram import NgramConfig
+from treegraft.policies.grafts import TreegraftConfig
+from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
+from treegraft.policies.verifiers import WalkConfig
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CustomConfig(_Strict):
+    """One's own class, by import path; it is checked against its role before anything loads."""
+
+    kind: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description="package.module:Class"
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the class."
+    )
+
+
+class CustomDrafterConfig(CustomConfig):
+    """One's own drafter, by import path."""
+
+    name: str | None = Field(None, description="Name in statistics and schedules; default: class.")
+
+
+def _tag(value: Any) -> str | None:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "package.module:Class" if isinstance(kind, str) and ":" in kind else kind
+
+
+DrafterConfig = Annotated[
+    Annotated[NgramConfig, Tag("ngram")]
+    | Annotated[LmConfig, Tag("lm")]
+    | Annotated[CustomDrafterConfig, Tag("package.module:Class")],
+    Discriminator(_tag),
+]
+BuilderConfig = Annotated[
+    Annotated[LayeredConfig, Tag("layered")] | Annotated[CustomConfig, Tag("package.module:Class")],
+    Discriminator(_tag),
+]
+GraftConfig = Annotated[
+    Annotated[TreegraftConfig, Tag("treegraft")]
+    | Annotated[CustomConfig, Tag("package.module:Class")],
+    Discriminator(_tag),
+]
+SchedulerConfig = Annotated[
+    Annotated[NeverConfig, Tag("never")]
+    | Annotated[AlwaysConfig, Tag("always")]
+    | Annotated[FixedConfig, Tag("fixed")]
+    | Annotated[CustomConfig, Tag("package.module:Class")],
+    Discriminator(_tag),
+]
+VerifierConfig = Annotated[
+    Annotated[WalkConfig, Tag("walk")] | Annotated[CustomConfig, Tag("package.module:Class")],
+    Discriminator(_tag),
+]
+
+
+class TargetConfig(_Strict):
+    """The model whose text is produced."""
+
+    model: str = Field(description="zoo:NAME, a local path, or a hub id.")
+
+
+class SamplingConfig(_Strict):
+    """How a token is taken from the target; the same seed gives the same text, drafted or not."""
+
+    temperature: float = Field(
+        0.0, ge=0.0, le=100.0, description="0 is greedy; a larger value flattens."
+    )
+    top_k: int | None = Field(None, ge=1, description="Keep the k likeliest tokens.")
+    top_p: float | None = Field(
+        None, gt=0.0, le=1.0, description="Keep the smallest set of tokens with this mass."
+    )
+    min_p: float | None = Field(
+        None, ge=0.0, le=1.0, description="Drop tokens below this share of the likeliest one."
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0.0, le=100.0, description="Above 1, tokens already in the text become less likely."
+    )
+    seed: int = Field(0, ge=0, lt=2**64, description="Key of the noise; used if temperature > 0.")
+
+
+class StopConfig(_Strict):
+    """When a text ends."""
+
+    max_new_tokens: int = Field(128, ge=1, description="Most tokens to produce.")
+    min_new_tokens: int = Field(0, ge=0, description="No end token before so many tokens.")
+    eos: tuple[int, ...] | None = Field(
+        None, description="Ids that end the text; null takes the model's own, [] takes none."
+    )
+    strings: tuple[str, ...] = Field(
+        (), description="Strings that end the text with the token that completes one."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> StopConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), found "
+                f"{self.min_new_tokens}"
+            )
+        if "" in self.strings:
+            raise ValueError("strings must not hold an empty string, which would stop at once")
+        return self
+
+
+class BackendConfig(_Strict):
+    """What carries out tree operations and forwards."""
+
+    kind: Literal["tensor", "reference"] = Field(
+        "tensor", description="reference is the slow networkx specification; same results."
+    )
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
+        "float32", description="Weights and KV of all models; auto keeps the checkpoint's."
+    )
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?|mps)$", description="cpu, cuda, cuda:N.")
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        "auto", description="Attention implementation of transformers; auto prefers sdpa."
+    )
+
+
+class PipelineConfig(_Strict):
+    """Everything that decides how a pipeline decodes."""
+
+    target: TargetConfig
+    drafters: tuple[DrafterConfig, ...] = Field(
+        (), description="Cheapest first; an empty list is plain decoding."
+    )
+    builder: BuilderConfig = LayeredConfig()
+    graft: GraftConfig = TreegraftConfig()
+    scheduler: SchedulerConfig = NeverConfig()
+    verifier: VerifierConfig = WalkConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    stop: StopConfig = StopConfig()
+    backend: BackendConfig = BackendConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> PipelineConfig:
+        names = self.drafter_names
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"drafters must have different names, found {twice[0]!r} twice; set name"
+            )
+        n_calls = len(self.fixed_calls)
+        if isinstance(self.builder, LayeredConfig) and n_calls > self.builder.depth:
+            raise ValueError(
+                f"scheduler.calls must have at most builder.depth = {self.builder.depth} layers, "
+                f"found {n_calls}"
+            )
+        return self
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """How each drafter is called in statistics and schedules."""
+        return tuple(_name(drafter) for drafter in self.drafters)
+
+    @property
+    def fixed_calls(self) -> tuple[int, ...]:
+        """The drafter numbers of a ``fixed`` scheduler; empty for other kinds."""
+        if not isinstance(self.scheduler, FixedConfig):
+            return ()
+        names = self.drafter_names
+        calls = []
+        for call in self.scheduler.calls:
+            known = call in names if isinstance(call, str) else 0 <= call < len(names)
+            if not known:
+                raise ValueError(
+                    f"scheduler.calls names drafter {call!r}, found drafters {list(names)}"
+                )
+            calls.append(names.index(call) if isinstance(call, str) else call)
+        return tuple(calls)
+
+
+def _name(drafter: NgramConfig | LmConfig | CustomDrafterConfig) -> str:
+    if drafter.name is not None:
+        return drafter.name
+    if isinstance(drafter, LmConfig):
+        return drafter.model.replace(":", "/").rstrip("/").split("/")[-1]
+    return drafter.kind.split(":")[-1]
+
+
+def parse_config(data: Any) -> PipelineConfig:
+    """Check plain data (as from YAML) and return the config; ConfigError in one line otherwise."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"a config must be a mapping of options, found {type(data).__name__}")
+    try:
+        return PipelineConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+
+
+def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
+    """The config with single options of ``sampling`` and ``stop`` replaced, checked again."""
+    data = config.model_dump()
+    for option, value in options.items():
+        rooms = [room for room in ("sampling", "stop") if option in data[room]]
+        if not rooms:
+            known = ", ".join([*data["sampling"], *data["stop"]])
+            raise ConfigError(f"unknown option {option!r}; known: {known}")
+        data[rooms[0]][option] = value
+    return parse_config(data)
+
+
+def load_config(path: str | Path) -> PipelineConfig:
+    """Read a YAML (or JSON) file; ConfigError names the file and the option."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config {str(path)!r} is not a text file in UTF-8") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"config {str(path)!r} is no valid YAML: {where}") from None
+    try:
+        return parse_config(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _one_line(error: ValidationError) -> str:
+    """The first fault as ``option: what is wrong (found value)``, with a count of the others."""
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    # Tags of the unions stand in the location, but are no keys that a user wrote.
+    tags = {"ngram", "lm", "layered", "treegraft", "never", "always", "fixed", "walk"}
+    tags.add("package.module:Class")
+    where = ".".join(str(part) for part in fault["loc"] if part not in tags)
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = "unknown option"
+    elif fault["type"] == "union_tag_invalid":
+        context = fault.get("ctx", {})
+        known, found = context.get("expected_tags"), context.get("tag")
+        message = f"kind must be one of {known}, found {found!r}"
+    elif fault["type"] == "union_tag_not_found":
+        message = "a mapping with the key kind is needed"
+    elif fault["type"] not in ("value_error", "missing"):
+        message = f"{message}, found {fault['input']!r}"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return f"{where}: {message}{more}" if where else f"{message}{more}"

@@ -1,0 +1,1 @@
+"""The tree, the roles, sampling, statistics and errors; needs torch and numpy only."""

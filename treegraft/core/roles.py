@@ -1,0 +1,284 @@
+"""The roles that a pipeline is composed of. Each is an ABC; implementations are final.
+
+Data flows one way within a layer: Scheduler -> Drafter -> GraftPolicy (through TreeBackend
+operations) -> TreeBuilder; after the last layer TreeBuilder -> Verifier -> commit. Shapes: N nodes
+of the working tree, K paths, C tokens of a path, W frontier width, n committed tokens of a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from treegraft.core.sampling import TargetDistribution
+from treegraft.core.stats import StepRecord
+from treegraft.core.tree import Proposals, TokenTree, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTop:
+    """The target's raw distribution (before sampling settings) at some places of the text.
+
+    Attributes
+    ----------
+    chosen : float32 [n], log p in nats of the token that stands at each place.
+    tokens : int64 [n, k], the k likeliest tokens there; k is what the drafters asked for.
+    logprobs : float32 [n, k], their log p in nats, falling.
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a drafter is told when a text begins.
+
+    Attributes
+    ----------
+    tokens : the prompt's ids, at least one.
+    capacity : most tokens the text can come to hold, prompt included.
+    vocab_size : number of ids that may be proposed; others are dropped.
+    top : the target at places 1..len(tokens)-1, or None if no drafter asked.
+    """
+
+    tokens: Sequence[int]
+    capacity: int
+    vocab_size: int
+    top: TargetTop | None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a drafter is told when tokens were committed.
+
+    Attributes
+    ----------
+    tokens : the new ids: the accepted path, then the bonus token (possibly cut by a stop).
+    path : the accepted nodes as numbered in the working tree, top down, without the root; node
+        ``path[j]`` holds ``tokens[j]``.
+    top : the target at the places of ``tokens``, or None if no drafter asked.
+    """
+
+    tokens: Sequence[int]
+    path: Sequence[int]
+    top: TargetTop | None
+
+
+class TreeBackend(ABC):
+    """The working tree of one decoding step, and every operation a policy may ask of it.
+
+    Nodes are numbered in the order they were added, so a parent's number is below its child's.
+    Two implementations give equal results: ``backends/reference.py`` (networkx, the specification)
+    and ``backends/tensor_tree.py``.
+    """
+
+    @property
+    @abstractmethod
+    def n_nodes(self) -> int:
+        """Number of nodes, the root included (N)."""
+
+    @property
+    @abstractmethod
+    def token(self) -> Tensor:
+        """int64 [N]."""
+
+    @property
+    @abstractmethod
+    def parent(self) -> Tensor:
+        """int64 [N]; the root is its own parent."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> Tensor:
+        """int64 [N], edges from the root."""
+
+    @property
+    @abstractmethod
+    def logprob(self) -> Tensor:
+        """float32 [N], log probability of the path in nats; -inf where a part is unscored."""
+
+    @property
+    @abstractmethod
+    def source(self) -> Tensor:
+        """int64 [N], drafter that proposed the node."""
+
+    @property
+    @abstractmethod
+    def scorer(self) -> Tensor:
+        """int64 [N], drafter that last scored the node's token; NOBODY if none has."""
+
+    @abstractmethod
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root's child down to ``node``."""
+
+    @abstractmethod
+    def ancestors(self, nodes: Tensor) -> Tensor:
+        """bool [k, N] for ``nodes`` int64 [k]: which nodes lie on each one's path, both ends in."""
+
+    @abstractmethod
+    def reset_(self, token: int, max_depth: int) -> None:
+        """Start over with a root that holds ``token``; nodes below ``max_depth`` are refused."""
+
+    @abstractmethod
+    def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
+        """Hang paths into the tree, merging what is already there; nothing is removed.
+
+        A token out of the vocabulary, or below ``max_depth``, ends its path. Where several paths
+        of one call score one node, the highest score counts. A node that exists keeps its source;
+        its score is replaced if ``overwrite`` (a scoring drafter speaks), else only filled in
+        where it had none.
+
+        Returns
+        -------
+        int64 [K, C], the node that holds each token, -1 where there is none.
+        """
+
+    @abstractmethod
+    def rescore_(self, logprobs: Tensor, source: int) -> None:
+        """Replace every node's own log q by ``logprobs`` float32 [N] (root ignored), top down."""
+
+    @abstractmethod
+    def best(self, width: int, min_depth: int, max_depth: int) -> Tensor:
+        """int64 [<= width]: best-scored nodes within the depths, best first, oldest on ties."""
+
+    @abstractmethod
+    def rank(self, nodes: Tensor, match: Tensor, width: int) -> Tensor:
+        """int64 [<= width]: the best of ``nodes`` int64 [k], each once.
+
+        Longest ``match`` int64 [k] first, then logprob, then the oldest node. A node that occurs
+        twice counts with its longest match.
+        """
+
+    @abstractmethod
+    def prune(self, budget: int) -> TokenTree:
+        """The root and the ``budget`` best nodes, closed under ancestors, parents first."""
+
+
+class Drafter(ABC):
+    """Proposes continuations.
+
+    Attributes
+    ----------
+    target_top : how many of the target's top tokens it wants to see at every place of the text (0:
+        only the logprob of the token that stands there; None: it does not look at the target).
+    limit : longest text in tokens that it can draft for, or None. Past it the pipeline calls the
+        next cheaper drafter instead, and says so once.
+    """
+
+    target_top: int | None = None
+    limit: int | None = None
+
+    @abstractmethod
+    def begin(self, context: Context) -> None:
+        """Forget the last text and start on a new one."""
+
+    @abstractmethod
+    def observe(self, commit: Commit) -> None:
+        """Take note of committed tokens; called once per step, also when it was not asked."""
+
+    @abstractmethod
+    def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
+        """At most ``width`` paths under each node of ``positions`` int64 [k]."""
+
+
+class ScoringDrafter(Drafter):
+    """A drafter that can say how likely any node is, whoever proposed it."""
+
+    @abstractmethod
+    def score(self, tree: TreeBackend) -> Tensor:
+        """float32 [N]: log q(token of node | its path) in nats; the root's entry is ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The children that a layer made or touched.
+
+    Attributes
+    ----------
+    nodes : int64 [k], with repeats where two paths led to one child.
+    match : int64 [k], the match length each came with (0 from a model).
+    """
+
+    nodes: Tensor
+    match: Tensor
+
+
+class GraftPolicy(ABC):
+    """What one drafter's visit does to the tree: one layer of drafting."""
+
+    @abstractmethod
+    def visit(
+        self, tree: TreeBackend, drafter: Drafter, index: int, frontier: Tensor, width: int
+    ) -> Touched:
+        """Let ``drafter`` (number ``index``) act on the tree, drafting from ``frontier`` int64 [k].
+
+        At most ``width`` positions are expanded, each by at most ``width`` paths.
+        """
+
+
+class TreeBuilder(ABC):
+    """The shape of the tree: how deep, how wide, what is drafted next, what is verified.
+
+    ``depth`` is the number of drafting layers, ``width`` W, ``budget`` the most nodes that are
+    verified besides the root (B).
+    """
+
+    depth: int
+    width: int
+    budget: int
+
+    @abstractmethod
+    def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> Tensor:
+        """int64 [k]: where the next layer drafts, given what ``layer`` (from 1) touched."""
+
+    @abstractmethod
+    def prune(self, tree: TreeBackend) -> TokenTree:
+        """The part of the tree that the target will read."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What a scheduler may look at before a layer.
+
+    Attributes
+    ----------
+    layer : the layer to come, from 1. depth : number of layers.
+    calls : the drafter that acted in each earlier layer of this step.
+    n_drafters : how many there are, cheapest first.
+    n_prompt, n_committed : tokens of the prompt, and of the text so far (prompt included).
+    tree, frontier : the tree as it stands, and int64 [k] where the next layer would draft.
+    """
+
+    layer: int
+    depth: int
+    calls: tuple[int, ...]
+    n_drafters: int
+    n_prompt: int
+    n_committed: int
+    tree: TreeBackend
+    frontier: Tensor
+
+
+class Scheduler(ABC):
+    """Decides layer by layer which drafter acts."""
+
+    @abstractmethod
+    def choose(self, state: DraftState) -> int | None:
+        """Number of the drafter to call in this layer, or None to stop drafting."""
+
+    @abstractmethod
+    def finish(self, record: StepRecord) -> None:
+        """A step is over; a scheduler that learns may do so from finished steps only."""
+
+
+class Verifier(ABC):
+    """Decides which path of the tree is committed."""
+
+    @abstractmethod
+    def verdict(self, tree: TokenTree, target: TargetDistribution) -> Verdict:
+        """Walk the tree under the target's processed distribution."""

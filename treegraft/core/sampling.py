@@ -1,0 +1,178 @@
+"""The target's distribution after sampling settings, and the noise that turns it into tokens.
+
+The token of position t is ``argmax(logits + Gumbel(seed, t))`` (Gumbel-max, Gumbel 1954; the key is
+the position, so the draw does not depend on any tree): a seeded run gives the same tokens with
+every drafter, policy and budget, and without any. At temperature 0 the noise is absent.
+
+Shapes: N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treegraft.core.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is taken from the target's logits; None or the neutral value is off.
+
+    The order is that of transformers' ``generate``: repetition penalty, no EOS before
+    ``min_new_tokens``, temperature, top-k, top-p, min-p.
+
+    Attributes
+    ----------
+    temperature : 0 takes the argmax, 1 the target's own distribution.
+    top_k : keep the k likeliest tokens (and ties of the last). top_p : keep the smallest set of
+    likeliest tokens whose mass reaches p. min_p : keep tokens with at least this share of the
+    likeliest one's probability. repetition_penalty : divide positive and multiply negative logits
+    of every token that stands in the text before (prompt included). seed : key of the noise.
+    min_new_tokens : EOS is masked until so many tokens were produced. eos : its ids.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    min_new_tokens: int = 0
+    eos: tuple[int, ...] = ()
+
+
+def keyed_gumbel(seed: int, position: int, vocab_size: int) -> Tensor:
+    """float64 [V] standard Gumbel noise that is a function of seed and position only.
+
+    Philox (Salmon et al. 2011) in counter mode; numpy guarantees its raw stream across versions,
+    so a seed means the same text on every machine. Uniforms are kept off 0 and 1.
+    """
+    raw = np.random.Philox(key=seed, counter=position << 64).random_raw(vocab_size)
+    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return torch.from_numpy(-np.log(-np.log(uniform)))
+
+
+@dataclass(slots=True)
+class Noise:
+    """Keyed Gumbel noise with a memory of the positions that a step may ask for again."""
+
+    seed: int
+    vocab_size: int
+    _held: dict[int, Tensor] = field(default_factory=dict)
+
+    def at(self, position: int) -> Tensor:
+        """float64 [V] noise of the token that stands at ``position`` of the text."""
+        if position not in self._held:
+            self._held[position] = keyed_gumbel(self.seed, position, self.vocab_size)
+        return self._held[position]
+
+    def forget_before(self, position: int) -> None:
+        """Drop positions that are committed."""
+        for old in [p for p in self._held if p < position]:
+            del self._held[old]
+
+
+@dataclass(slots=True)
+class History:
+    """The committed text, as far as sampling settings look at it."""
+
+    tokens: list[int]
+    n_prompt: int
+    _seen: Tensor | None = None
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append committed tokens."""
+        new = list(tokens)
+        self.tokens.extend(new)
+        if self._seen is not None:
+            self._seen[new] = True
+
+    def seen(self, vocab_size: int) -> Tensor:
+        """bool [V]: which ids stand in the text. Not to be written to."""
+        if self._seen is None:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[self.tokens] = True
+        return self._seen
+
+
+def process(
+    logits: Tensor, sampling: Sampling, history: History, path: Sequence[int] = ()
+) -> Tensor:
+    """Apply all settings but the temperature-0 argmax to one row of logits.
+
+    Parameters
+    ----------
+    logits : float [V], the target's logits after the text and ``path``; left as it is.
+    path : tokens between the committed text and this place (a node's path in the tree).
+
+    Returns
+    -------
+    float [V] logits, -inf where a token is excluded; at least one entry is finite.
+    """
+    if sampling.repetition_penalty != 1.0:
+        seen = history.seen(logits.shape[-1])
+        if path:
+            seen = seen.clone()
+            seen[list(path)] = True
+        penalised = torch.where(
+            logits < 0,
+            logits * sampling.repetition_penalty,
+            logits / sampling.repetition_penalty,
+        )
+        logits = torch.where(seen.to(logits.device), penalised, logits)
+    n_new = len(history.tokens) - history.n_prompt + len(path)
+    if n_new < sampling.min_new_tokens and sampling.eos:
+        logits = logits.clone()
+        logits[list(sampling.eos)] = -torch.inf
+    if sampling.temperature == 0.0:
+        return logits
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    logits = (logits - logits.max()) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        floor = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if sampling.top_p is not None and sampling.top_p < 1.0:
+        rising, order = logits.sort()
+        below = rising.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
+        below[-1] = False
+        logits = logits.masked_fill(torch.zeros_like(below).scatter(0, order, below), -torch.inf)
+    if sampling.min_p is not None and sampling.min_p > 0.0:
+        # The maximum is 0 after the shift, so the floor on p / p_max is a floor on the logit.
+        logits = logits.masked_fill(logits.exp() < sampling.min_p, -torch.inf)
+    return logits
+
+
+@dataclass(slots=True)
+class TargetDistribution:
+    """What the target says after every node of a tree, on demand and one node at a time.
+
+    Rows are processed only where a verifier looks: a walk visits the accepted path, and sorting
+    the vocabulary for nodes off that path would cost more than it tells.
+
+    Attributes
+    ----------
+    logits : float [N, V], raw logits after each node of ``tree``.
+    """
+
+    logits: Tensor
+    tree: TokenTree
+    sampling: Sampling
+    history: History
+    noise: Noise
+
+    def processed(self, index: int) -> Tensor:
+        """float [V] logits after node ``index`` under the sampling settings, unnormalised."""
+        return process(self.logits[index], self.sampling, self.history, self.tree.path(index))
+
+    def token(self, index: int) -> int:
+        """The one token that the target takes after node ``index``."""
+        logits = self.processed(index)
+        if self.sampling.temperature != 0.0:
+            position = len(self.history.tokens) + int(self.tree.depth[index])
+            logits = logits + self.noise.at(position).to(logits)
+        return int(logits.argmax())

@@ -1,0 +1,164 @@
+"""What was counted and timed, with every definition in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+DEFINITIONS = {
+    "new_tokens": "tokens committed after the prompt",
+    "target_calls": "forwards of the target over a tree (prefill not counted)",
+    "mean_accepted_length": "new tokens per target call, the bonus token included",
+    "drafted": "nodes in the working trees, by the drafter that proposed them",
+    "kept": "nodes that the target read, by the drafter that proposed them",
+    "accepted": "nodes that were committed, by the drafter that proposed them",
+    "acceptance_by_depth": "share of steps whose committed path reached each depth, from 1",
+    "calls": "visits of each drafter (layers in which it acted)",
+    "calls_by_layer": "visits of each drafter in each layer, from 1",
+    "seconds": "wall time by stage: prefill, target (tree forwards), each drafter, tree "
+    "(operations on the working tree), verify (sampling and walk), host (everything else)",
+    "tokens_per_second": "new tokens per second of decoding, prefill included",
+    "tokens_per_second_decode": "new tokens per second, prefill excluded",
+}
+"""Metric name to its definition; printed beside the figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One decoding step.
+
+    Attributes
+    ----------
+    n_new : tokens committed. n_path : nodes accepted (before a stop cut them). n_tree : nodes the
+    target read, root included.
+    calls : drafter number of each layer that was drafted.
+    drafted, kept, accepted : nodes by drafter number.
+    seconds : wall time by stage of this step.
+    """
+
+    n_new: int
+    n_path: int
+    n_tree: int
+    calls: tuple[int, ...]
+    drafted: tuple[int, ...]
+    kept: tuple[int, ...]
+    accepted: tuple[int, ...]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished text.
+
+    Attributes
+    ----------
+    tokens : the new ids, the one that ended the text included. text : the same, decoded, or None
+        without a tokenizer.
+    finish_reason : "eos", "stop_string", "length" (max_new_tokens) or "context_limit".
+    n_prompt : tokens of the prompt.
+    drafters : names, in the order of the numbers in ``steps``.
+    prefill : seconds by stage before the first step. notices : what was switched off, and why.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    n_prompt: int
+    drafters: tuple[str, ...]
+    steps: list[StepRecord]
+    prefill: dict[str, float] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    @property
+    def statistics(self) -> Statistics:
+        """The figures of this text."""
+        return Statistics.of([self])
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Figures over one or more texts of the same pipeline; see DEFINITIONS."""
+
+    new_tokens: int
+    target_calls: int
+    drafters: tuple[str, ...]
+    drafted: tuple[int, ...]
+    kept: tuple[int, ...]
+    accepted: tuple[int, ...]
+    calls: tuple[int, ...]
+    calls_by_layer: tuple[tuple[int, ...], ...]
+    acceptance_by_depth: tuple[float, ...]
+    seconds: dict[str, float]
+
+    @property
+    def mean_accepted_length(self) -> float:
+        return self.new_tokens / max(self.target_calls, 1)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / max(self.total_seconds, 1e-9)
+
+    @property
+    def tokens_per_second_decode(self) -> float:
+        return self.new_tokens / max(self.total_seconds - self.seconds.get("prefill", 0.0), 1e-9)
+
+    @staticmethod
+    def of(generations: Sequence[Generation]) -> Statistics:
+        """Sum over texts; all must come from pipelines with the same drafters."""
+        names = generations[0].drafters
+        if any(generation.drafters != names for generation in generations):
+            raise ValueError("statistics add up only over texts of the same drafters")
+        steps = [step for generation in generations for step in generation.steps]
+        indices = range(len(names))
+        n_layers = max((len(step.calls) for step in steps), default=0)
+        n_depth = max((step.n_path for step in steps), default=0)
+        seconds: dict[str, float] = {"prefill": 0.0}
+        for generation in generations:
+            seconds["prefill"] += sum(generation.prefill.values())
+        for step in steps:
+            for stage, taken in step.seconds.items():
+                seconds[stage] = seconds.get(stage, 0.0) + taken
+        by_layer = tuple(
+            tuple(sum(step.calls[layer : layer + 1] == (i,) for step in steps) for i in indices)
+            for layer in range(n_layers)
+        )
+        return Statistics(
+            new_tokens=sum(len(generation.tokens) for generation in generations),
+            target_calls=len(steps),
+            drafters=names,
+            drafted=tuple(sum(step.drafted[i] for step in steps) for i in indices),
+            kept=tuple(sum(step.kept[i] for step in steps) for i in indices),
+            accepted=tuple(sum(step.accepted[i] for step in steps) for i in indices),
+            calls=tuple(sum(layer[i] for layer in by_layer) for i in indices),
+            calls_by_layer=by_layer,
+            acceptance_by_depth=tuple(
+                sum(step.n_path >= depth for step in steps) / len(steps)
+                for depth in range(1, n_depth + 1)
+            ),
+            seconds=seconds,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, keyed as in DEFINITIONS, drafters by name."""
+        named = {
+            key: dict(zip(self.drafters, getattr(self, key), strict=True))
+            for key in ("drafted", "kept", "accepted", "calls")
+        }
+        return {
+            "new_tokens": self.new_tokens,
+            "target_calls": self.target_calls,
+            "mean_accepted_length": self.mean_accepted_length,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_decode": self.tokens_per_second_decode,
+            **named,
+            "calls_by_layer": [
+                dict(zip(self.drafters, layer, strict=True)) for layer in self.calls_by_layer
+            ],
+            "acceptance_by_depth": list(self.acceptance_by_depth),
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,45 @@
+"""Where the seconds of a step go: exclusive wall time by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+HOST = "host"
+
+
+class Stopwatch:
+    """Adds wall time to the innermost open stage; what no stage claims is ``host``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stages = [HOST]
+        self._since = perf_counter()
+
+    def _charge(self) -> None:
+        now = perf_counter()
+        stage = self._stages[-1]
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
+        self._since = now
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Charge the time inside to ``name``, and not to the stage around it."""
+        self._charge()
+        self._stages.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._stages.pop()
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by stage since the last lap; starts the next one."""
+        self._charge()
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+    def skip(self) -> None:
+        """Forget the time since the last charge (a caller held the generator, not we)."""
+        self._since = perf_counter()

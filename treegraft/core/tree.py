@@ -1,0 +1,179 @@
+"""The draft tree as data: what a drafter proposes, what is verified, what the verifier decides.
+
+Shapes: N tree nodes, K proposed paths, C tokens of the longest path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treegraft.core.errors import TreeError
+
+ROOT = 0
+NOBODY = -1
+"""Source of the root, and scorer of a node whose token nobody has scored yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Paths of one or more tokens that a drafter hangs under nodes of the tree.
+
+    Attributes
+    ----------
+    positions : int64 [K], the node under which each path hangs.
+    tokens : int64 [K, C], the paths, left aligned, padded with -1.
+    logprobs : float32 [K, C], log q(token | its path) in nats; -inf where unscored. A value above
+        0 counts as 0, so that no child ever outranks its parent.
+    match : int64 [K], tokens of context that a look-up matched (0 for models). The frontier ranks
+        by it before it ranks by logprob.
+    """
+
+    positions: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    match: Tensor
+
+    @staticmethod
+    def empty() -> Proposals:
+        """No path at all: a drafter that has nothing to say returns this."""
+        none = torch.empty(0, dtype=torch.int64)
+        return Proposals(none, none.view(0, 1), torch.empty(0, 1), none)
+
+    @staticmethod
+    def of_paths(
+        positions: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        match: Sequence[int] | None = None,
+    ) -> Proposals:
+        """Build proposals from Python lists of unequal length, as look-ups have them."""
+        if not paths:
+            return Proposals.empty()
+        longest = max(len(path) for path in paths)
+        return Proposals(
+            torch.tensor(positions, dtype=torch.int64),
+            torch.tensor([[*path, *[-1] * (longest - len(path))] for path in paths]),
+            torch.tensor(
+                [[*row, *[-torch.inf] * (longest - len(row))] for row in logprobs],
+                dtype=torch.float32,
+            ),
+            torch.tensor([0] * len(paths) if match is None else match, dtype=torch.int64),
+        )
+
+    def check(self, n_nodes: int) -> None:
+        """Raise TreeError where the shapes disagree or a position is no node of the tree."""
+        n_paths = self.positions.shape[0]
+        if self.tokens.shape != self.logprobs.shape or self.tokens.shape[:1] != (n_paths,):
+            raise TreeError(
+                f"proposals need tokens and logprobs of shape [{n_paths}, C], found "
+                f"{list(self.tokens.shape)} and {list(self.logprobs.shape)}"
+            )
+        if self.match.shape != (n_paths,):
+            raise TreeError(
+                f"proposals need match of shape [{n_paths}], found {list(self.match.shape)}"
+            )
+        if n_paths and (int(self.positions.min()) < 0 or int(self.positions.max()) >= n_nodes):
+            raise TreeError(
+                f"proposal positions must be nodes 0..{n_nodes - 1}, found "
+                f"{self.positions.tolist()}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """A finished draft tree, pruned and ready to be verified.
+
+    Laws (``check`` raises TreeError on a breach): node 0 is the root, its own parent, at depth 0
+    with logprob 0; ``parent[i] < i`` elsewhere; ``depth[i] = depth[parent[i]] + 1``;
+    ``logprob[i] <= logprob[parent[i]]``; siblings have different tokens; ``ancestors[i, j]`` is
+    True exactly where j lies on the path from the root to i, both ends included.
+
+    Attributes
+    ----------
+    token, parent, depth : int64 [N].
+    logprob : float32 [N], log probability of the path in nats, -inf where a part is unscored.
+    source : int64 [N], drafter that proposed the node (NOBODY for the root).
+    scorer : int64 [N], drafter that last scored it (NOBODY if none).
+    ancestors : bool [N, N].
+    node : int64 [N], the node's number in the working tree that it was pruned from.
+    """
+
+    token: Tensor
+    parent: Tensor
+    depth: Tensor
+    logprob: Tensor
+    source: Tensor
+    scorer: Tensor
+    ancestors: Tensor
+    node: Tensor
+
+    def __len__(self) -> int:
+        return int(self.token.shape[0])
+
+    @staticmethod
+    def root_only(token: int) -> TokenTree:
+        """The tree of plain decoding: the last committed token and nothing else."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        return TokenTree(
+            token=torch.tensor([token]),
+            parent=zero,
+            depth=zero,
+            logprob=torch.zeros(1),
+            source=zero + NOBODY,
+            scorer=zero + NOBODY,
+            ancestors=torch.ones(1, 1, dtype=torch.bool),
+            node=zero,
+        )
+
+    def path(self, index: int) -> list[int]:
+        """Tokens from the root's child down to node ``index`` (empty for the root)."""
+        tokens: list[int] = []
+        while index != ROOT:
+            tokens.append(int(self.token[index]))
+            index = int(self.parent[index])
+        return tokens[::-1]
+
+    def check(self) -> None:
+        """Raise TreeError naming the first law that does not hold."""
+        n = len(self)
+        index = torch.arange(n)
+        inner = index > 0
+        above = self.parent
+        same = (above[:, None] == above) & (self.token[:, None] == self.token)
+        same = same & inner[:, None] & inner & (index[:, None] != index)
+        lineage = torch.eye(n, dtype=torch.bool)
+        for i in range(1, n):
+            lineage[i] |= lineage[int(above[i])]
+        laws = {
+            "node 0 is the root: own parent, depth 0, logprob 0": int(above[0]) == 0
+            and int(self.depth[0]) == 0
+            and float(self.logprob[0]) == 0.0,
+            "parent[i] < i": bool((above[inner] < index[inner]).all()),
+            "depth[i] = depth[parent[i]] + 1": bool(
+                (self.depth[inner] == self.depth[above][inner] + 1).all()
+            ),
+            "logprob[i] <= logprob[parent[i]]": bool((self.logprob <= self.logprob[above]).all()),
+            "siblings have different tokens": not bool(same.any()),
+            "ancestors are the path to the root": bool((lineage == self.ancestors).all()),
+        }
+        for law, holds in laws.items():
+            if not holds:
+                raise TreeError(f"draft tree breaks the law: {law}")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target keeps of a tree.
+
+    Attributes
+    ----------
+    path : indices into the verified TokenTree of the accepted nodes, top down, without the root.
+    tokens : the tokens to commit: those of ``path``, then the bonus token.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]

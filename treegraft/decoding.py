@@ -1,0 +1,250 @@
+"""The decoding of one text: draft a tree, verify it in one forward, commit, repeat.
+
+Shapes: N nodes of the verified tree, K kv span, n committed tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treegraft.core.language_model import LanguageModel, extend
+from treegraft.core.roles import (
+    Commit,
+    Context,
+    Drafter,
+    DraftState,
+    GraftPolicy,
+    Scheduler,
+    TargetTop,
+    TreeBackend,
+    TreeBuilder,
+    Verifier,
+)
+from treegraft.core.sampling import History, Noise, Sampling, TargetDistribution
+from treegraft.core.stats import StepRecord
+from treegraft.core.stopwatch import Stopwatch
+from treegraft.core.tree import ROOT, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The components that a decoding runs on; ``tree`` makes an empty working tree."""
+
+    target: LanguageModel
+    drafters: Sequence[Drafter]
+    names: Sequence[str]
+    builder: TreeBuilder
+    graft: GraftPolicy
+    scheduler: Scheduler
+    verifier: Verifier
+    tree: Callable[[], TreeBackend]
+    watch: Stopwatch
+
+
+@dataclass(slots=True)
+class TargetCache:
+    """The target's KV cache, kept from text to text."""
+
+    rows: int = 0
+    content: Any = None
+
+    def reserve(self, model: LanguageModel, n_rows: int) -> None:
+        """Make sure that there are ``n_rows`` rows (old content is of no use to a new text)."""
+        if n_rows > self.rows:
+            self.content = None
+            self.content, self.rows = model.new_cache(n_rows), n_rows
+
+
+@dataclass(slots=True)
+class Decoding:
+    """State of one text. ``prefill`` first, then ``step`` until ``finish_reason`` is set.
+
+    ``completes`` says whether a token completes a stop string. Target KV: row r holds the text's
+    token r; the root (last token of the text) is not in it yet. During a step node i of the tree
+    sits in row ``len(text) - 1 + i`` at position ``len(text) - 1 + depth[i]``.
+    """
+
+    parts: Parts
+    sampling: Sampling
+    history: History
+    max_new_tokens: int
+    cache: TargetCache
+    completes: Callable[[int], bool] | None = None
+    finish_reason: str | None = None
+    notices: list[str] = field(default_factory=list)
+    _capacity: int = 0
+    _top_k: int | None = None
+    _noise: Noise = field(init=False)
+    _tree: TreeBackend = field(init=False)
+
+    def __post_init__(self) -> None:
+        target = self.parts.target
+        self._capacity = len(self.history.tokens) + self.max_new_tokens
+        if target.max_positions is not None:
+            self._capacity = min(self._capacity, target.max_positions)
+        wanted = [d.target_top for d in self.parts.drafters if d.target_top is not None]
+        self._top_k = max(wanted) if wanted else None
+        self._noise = Noise(self.sampling.seed, target.vocab_size)
+        self._tree = self.parts.tree()
+
+    def prefill(self) -> None:
+        """Read the prompt but its last token, and tell the drafters about it."""
+        watch, target, text = self.parts.watch, self.parts.target, self.history.tokens
+        tops: list[TargetTop] = []
+        with watch.stage("prefill"):
+            self.cache.reserve(target, self._capacity + self.parts.builder.budget + 1)
+            last_only = self._top_k is None
+            for offset, logits in extend(
+                target, self.cache.content, text[:-1], 0, last_only=last_only
+            ):
+                if not last_only:
+                    here = text[offset + 1 : offset + 1 + logits.shape[0]]
+                    tops.append(self._top(logits, here))
+        top = None
+        if tops:
+            top = TargetTop(
+                torch.cat([t.chosen for t in tops]),
+                torch.cat([t.tokens for t in tops]),
+                torch.cat([t.logprobs for t in tops]),
+            )
+        context = Context(tuple(text), self._capacity, target.vocab_size, top)
+        for drafter in self.parts.drafters:
+            drafter.begin(context)
+
+    def _top(self, logits: Tensor, tokens: Sequence[int]) -> TargetTop:
+        logp = logits.log_softmax(-1).to(torch.float32)
+        chosen = logp.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        top = logp.topk(min(self._top_k or 0, logp.shape[-1]), dim=-1)
+        return TargetTop(chosen, top.indices, top.values)
+
+    def step(self) -> tuple[list[int], StepRecord]:
+        """One target forward: the tokens it committed, and what it took."""
+        parts = self.parts
+        n_kv = len(self.history.tokens) - 1
+        tree, calls, drafted = self._draft()
+        with parts.watch.stage("target"):
+            logits = self._forward(tree, n_kv)
+        with parts.watch.stage("verify"):
+            target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
+            verdict = parts.verifier.verdict(tree, target)
+            tokens = self._cut(verdict.tokens)
+            path = verdict.path[: len(tokens)]
+            self.history.extend(tokens)
+            self._noise.forget_before(len(self.history.tokens))
+            top = None
+            if self._top_k is not None:
+                rows = [ROOT, *verdict.path][: len(tokens)]
+                top = self._top(logits[rows], tokens)
+        with parts.watch.stage("target"):
+            # A first chain already sits where it belongs.
+            moved = [(i, j + 1) for j, i in enumerate(path) if i != j + 1]
+            if moved and self.finish_reason is None:
+                source, place = torch.tensor(moved).T
+                parts.target.move_(self.cache.content, n_kv + source, n_kv + place)
+        nodes = tree.node[list(path)].tolist()
+        if self.finish_reason is None:
+            commit = Commit(tuple(tokens), tuple(nodes), top)
+            for drafter in parts.drafters:
+                drafter.observe(commit)
+        n = len(parts.drafters)
+        source = tree.source.tolist()
+        record = StepRecord(
+            n_new=len(tokens),
+            n_path=len(verdict.path),
+            n_tree=len(tree),
+            calls=calls,
+            drafted=drafted,
+            kept=_count(source, n),
+            accepted=_count([source[i] for i in path], n),
+            seconds=parts.watch.lap(),
+        )
+        parts.scheduler.finish(record)
+        return tokens, record
+
+    def _draft(self) -> tuple[TokenTree, tuple[int, ...], tuple[int, ...]]:
+        """Grow a tree layer by layer and prune it; plain decoding gets the bare root."""
+        parts, text, tree = self.parts, self.history.tokens, self._tree
+        # The bonus token follows the deepest node, and both must fit.
+        max_depth = self._capacity - len(text) - 1
+        n = len(parts.drafters)
+        if not parts.drafters or max_depth < 1:
+            return TokenTree.root_only(text[-1]), (), (0,) * n
+        calls: list[int] = []
+        with parts.watch.stage("tree"):
+            tree.reset_(text[-1], max_depth)
+            frontier = torch.tensor([ROOT])
+            for layer in range(1, parts.builder.depth + 1):
+                with parts.watch.stage("scheduler"):
+                    state = DraftState(
+                        layer=layer,
+                        depth=parts.builder.depth,
+                        calls=tuple(calls),
+                        n_drafters=n,
+                        n_prompt=self.history.n_prompt,
+                        n_committed=len(text),
+                        tree=tree,
+                        frontier=frontier,
+                    )
+                    index = self._within_limit(parts.scheduler.choose(state), tree)
+                if index is None:
+                    break
+                calls.append(index)
+                drafter = parts.drafters[index]
+                touched = parts.graft.visit(tree, drafter, index, frontier, parts.builder.width)
+                # A layer that found nothing leaves the frontier to the next drafter.
+                if touched.nodes.shape[0]:
+                    frontier = parts.builder.frontier(tree, touched, layer)
+            pruned = parts.builder.prune(tree)
+            return pruned, tuple(calls), _count(tree.source.tolist(), n)
+
+    def _within_limit(self, index: int | None, tree: TreeBackend) -> int | None:
+        """The chosen drafter, or the next cheaper one whose context still has room."""
+        while index is not None:
+            limit = self.parts.drafters[index].limit
+            if limit is None or len(self.history.tokens) + int(tree.depth.max()) <= limit:
+                return index
+            notice = (
+                f"drafter {self.parts.names[index]!r} is not called any more: the text has "
+                f"reached its context limit of {limit} tokens"
+            )
+            if notice not in self.notices:
+                self.notices.append(notice)
+            index = index - 1 if index > 0 else None
+        return None
+
+    def _forward(self, tree: TokenTree, n_kv: int) -> Tensor:
+        """float [N, V]: one forward of the target over the tree."""
+        n = len(tree)
+        rows = torch.arange(n_kv, n_kv + n)
+        visible = torch.ones(n, n_kv + n, dtype=torch.bool)
+        visible[:, n_kv:] = tree.ancestors
+        return self.parts.target.forward(
+            self.cache.content, tree.token, rows, n_kv + tree.depth, visible
+        )
+
+    def _cut(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens up to the first that ends the text; sets ``finish_reason`` if one does."""
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            n_text = len(self.history.tokens) + len(kept)
+            if token in self.sampling.eos:
+                self.finish_reason = "eos"
+            elif self.completes is not None and self.completes(token):
+                self.finish_reason = "stop_string"
+            elif n_text - self.history.n_prompt >= self.max_new_tokens:
+                self.finish_reason = "length"
+            elif n_text >= self._capacity:
+                self.finish_reason = "context_limit"
+            if self.finish_reason is not None:
+                break
+        return kept
+
+
+def _count(sources: Sequence[int], n_drafters: int) -> tuple[int, ...]:
+    return tuple(sources.count(i) for i in range(n_drafters))

@@ -1,0 +1,67 @@
+"""Loads the models and tokenizers that a config names, each once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treegraft.config import BackendConfig
+from treegraft.core.language_model import LanguageModel
+
+
+class Loader:
+    """Finds models by the names that a config uses; models handed in come first.
+
+    transformers is imported with the first model that has to be loaded, not before.
+    """
+
+    def __init__(self, backend: BackendConfig, models: dict[str, LanguageModel]) -> None:
+        self._backend = backend
+        self._given = frozenset(models)
+        self._models = models
+        self._tokenizers: dict[str, Any] = {}
+
+    def model(self, source: str) -> LanguageModel:
+        """The model of this name, loaded at most once."""
+        if source not in self._models:
+            from treegraft.backends.hf import load_model
+
+            attention = self._backend.attention
+            self._models[source] = load_model(
+                source,
+                dtype=self._backend.dtype,
+                device=self._backend.device,
+                attention=None if attention == "auto" else attention,
+            )
+        return self._models[source]
+
+    def tokenizer(self, source: str) -> Any:
+        """The tokenizer beside the model, or None if it has none or the model was handed in."""
+        if source in self._given:
+            return None
+        if source not in self._tokenizers:
+            from treegraft.backends.vocabulary import load_tokenizer
+
+            self._tokenizers[source] = load_tokenizer(source)
+        return self._tokenizers[source]
+
+    def eos(self, source: str) -> tuple[int, ...]:
+        """Ids that end a text, as the model's generation settings have them."""
+        settings = getattr(getattr(self._models[source], "model", None), "generation_config", None)
+        eos = getattr(settings, "eos_token_id", None)
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+    def check_vocabularies(self, target: str, drafter: str) -> None:
+        """UnsupportedModelError unless the drafter's ids mean what the target's mean."""
+        if target == drafter:
+            return
+        from treegraft.backends.vocabulary import check_vocabularies
+
+        check_vocabularies(
+            self.tokenizer(target),
+            self.model(target).vocab_size,
+            self.tokenizer(drafter),
+            self.model(drafter).vocab_size,
+            (target, drafter),
+        )

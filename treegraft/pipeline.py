@@ -1,0 +1,259 @@
+"""Composes a pipeline from a config and decodes with it; the only file that knows all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import torch
+
+from treegraft.backends.reference import ReferenceTree
+from treegraft.backends.tensor_tree import TensorTree
+from treegraft.components import build_component
+from treegraft.composition import component_graph
+from treegraft.config import LmConfig, PipelineConfig, override
+from treegraft.core.errors import PromptError, TreegraftError
+from treegraft.core.guard import guard
+from treegraft.core.language_model import LanguageModel
+from treegraft.core.roles import Drafter, Scheduler
+from treegraft.core.sampling import History, Sampling
+from treegraft.core.stats import Generation, StepRecord
+from treegraft.core.stopwatch import Stopwatch
+from treegraft.decoding import Decoding, Parts, TargetCache
+from treegraft.loading import Loader
+from treegraft.policies.schedulers import FixedConfig, FixedScheduler
+from treegraft.text import StopStrings, TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step of a stream brought.
+
+    Attributes
+    ----------
+    tokens : the committed ids. text : the text that became certain (None without a tokenizer).
+    step : the record of the step. generation : the whole result, with the last chunk only.
+    """
+
+    tokens: list[int]
+    text: str | None
+    step: StepRecord
+    generation: Generation | None = None
+
+
+_TREES: dict[str, type[TensorTree] | type[ReferenceTree]] = {
+    "tensor": TensorTree,
+    "reference": ReferenceTree,
+}
+
+
+class Pipeline:
+    """A target, its drafters and the policies between them, ready to decode.
+
+    Made by ``build_pipeline``. One text at a time: beginning a new one ends the one before.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, parts: Parts, tokenizer: Any, eos: Sequence[int]
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self._parts = parts
+        self._eos = tuple(eos)
+        self._cache = TargetCache()
+        self._current: object = None
+
+    @property
+    def target(self) -> LanguageModel:
+        """The model whose text is produced."""
+        return self._parts.target
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """Cheapest first, as numbered in statistics."""
+        return tuple(self._parts.names)
+
+    def graph(self) -> nx.DiGraph:
+        """The components and what flows between them; see ``composition.component_graph``."""
+        return component_graph(self.config)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, checked; PromptError in one line before any forward."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise PromptError("a text prompt needs a tokenizer, found none; pass token ids")
+            tokens = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise PromptError("the prompt is empty; it needs at least one token")
+        n_ids = self.target.vocab_size
+        outside = [token for token in tokens if not 0 <= token < n_ids]
+        if outside:
+            raise PromptError(f"prompt ids must be in 0..{n_ids - 1}, found {outside[0]}")
+        limit = self.target.max_positions
+        if limit is not None and len(tokens) >= limit:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens, the context of {self.target.name!r} ends at "
+                f"{limit}; at most {limit - 1} leave room for a new one"
+            )
+        return tokens
+
+    def generate(self, prompt: str | Sequence[int], **overrides: Any) -> Generation:
+        """Decode to the end; ``overrides`` as in ``stream``."""
+        generation = None
+        for chunk in self.stream(prompt, **overrides):
+            generation = chunk.generation
+        assert generation is not None
+        return generation
+
+    def stream(self, prompt: str | Sequence[int], **overrides: Any) -> Iterator[Chunk]:
+        """Decode step by step.
+
+        Parameters
+        ----------
+        prompt : text, or token ids (then no tokenizer is needed).
+        overrides : options of ``config.sampling`` and ``config.stop`` for this text alone, such as
+            ``max_new_tokens=64`` or ``seed=7``.
+
+        Raises
+        ------
+        PromptError, ConfigError : before any forward, and before the first chunk is asked for.
+        DrafterError : if a drafter fails; the pipeline stays usable.
+        """
+        config = self._with(overrides)
+        tokens = self.encode(prompt)
+        stop = config.stop
+        if stop.strings and self.tokenizer is None:
+            raise PromptError("stop.strings need a tokenizer, found none")
+        sampling = Sampling(
+            **config.sampling.model_dump(),
+            min_new_tokens=stop.min_new_tokens,
+            eos=self._eos if stop.eos is None else stop.eos,
+        )
+        completes = None
+        if stop.strings:
+            completes = StopStrings(stop.strings, self.tokenizer).completes
+        decoding = Decoding(
+            self._parts,
+            sampling,
+            History(tokens, len(tokens)),
+            stop.max_new_tokens,
+            self._cache,
+            completes,
+        )
+        return self._run(decoding)
+
+    def _with(self, overrides: Mapping[str, Any]) -> PipelineConfig:
+        if not overrides:
+            return self.config
+        return override(self.config, overrides)
+
+    def _run(self, decoding: Decoding) -> Iterator[Chunk]:
+        self._current = decoding
+        watch = self._parts.watch
+        watch.lap()
+        # no_grad around each step, not around the yield: the caller's grad mode is not ours.
+        with torch.no_grad():
+            decoding.prefill()
+        prefill = watch.lap()
+        stream = TextStream(self.tokenizer) if self.tokenizer is not None else None
+        steps: list[StepRecord] = []
+        while decoding.finish_reason is None:
+            if self._current is not decoding:
+                raise TreegraftError(
+                    "this stream ended when its pipeline began another text; "
+                    "build a pipeline for each text that runs at the same time"
+                )
+            watch.skip()
+            with torch.no_grad():
+                tokens, record = decoding.step()
+            steps.append(record)
+            text = stream.push(tokens) if stream is not None else None
+            if decoding.finish_reason is None:
+                yield Chunk(tokens, text, record)
+            else:
+                last = None if stream is None or text is None else text + stream.flush()
+                yield Chunk(tokens, last, record, self._finished(decoding, steps, prefill))
+
+    def _finished(
+        self, decoding: Decoding, steps: list[StepRecord], prefill: dict[str, float]
+    ) -> Generation:
+        history = decoding.history
+        new = history.tokens[history.n_prompt :]
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(new, skip_special_tokens=True)
+        return Generation(
+            tokens=new,
+            text=text,
+            finish_reason=decoding.finish_reason or "",
+            n_prompt=history.n_prompt,
+            drafters=self.drafter_names,
+            steps=steps,
+            prefill=prefill,
+            notices=tuple(decoding.notices),
+        )
+
+
+def build_pipeline(
+    config: PipelineConfig,
+    models: Mapping[str, LanguageModel] | None = None,
+    tokenizer: Any = None,
+) -> Pipeline:
+    """Compose and load what ``config`` names.
+
+    Parameters
+    ----------
+    config : from ``load_config``, ``parse_config`` or ``PipelineConfig(...)``.
+    models : models that are already loaded, by the name that the config uses for them; the others
+        are loaded. Two roles that name one model share its weights.
+    tokenizer : instead of the target's own.
+
+    Raises
+    ------
+    ConfigError : a role is unfilled or a class does not fit, before any weight is loaded.
+    UnsupportedModelError : a model cannot be verified, or a drafter does not fit the target.
+    """
+    component_graph(config)
+    custom = {
+        role: build_component(role, getattr(config, role))
+        for role in ("builder", "graft", "verifier")
+    }
+    loader = Loader(config.backend, dict(models or {}))
+    target = loader.model(config.target.model)
+    if tokenizer is None:
+        tokenizer = loader.tokenizer(config.target.model)
+    watch = Stopwatch()
+    drafters: list[Drafter] = []
+    for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
+        if isinstance(drafter, LmConfig):
+            model = loader.model(drafter.model)
+            loader.check_vocabularies(config.target.model, drafter.model)
+            built = build_component("drafter", drafter, model)
+        else:
+            built = build_component("drafter", drafter)
+        drafters.append(guard(built, name, watch))
+    tree_class = _TREES[config.backend.kind]
+    parts = Parts(
+        target=target,
+        drafters=tuple(drafters),
+        names=config.drafter_names,
+        builder=custom["builder"],
+        graft=custom["graft"],
+        scheduler=_scheduler(config),
+        verifier=custom["verifier"],
+        tree=lambda: tree_class(target.vocab_size),
+        watch=watch,
+    )
+    return Pipeline(config, parts, tokenizer, loader.eos(config.target.model))
+
+
+def _scheduler(config: PipelineConfig) -> Scheduler:
+    if isinstance(config.scheduler, FixedConfig):
+        # Names become numbers here, where the drafters are known.
+        return FixedScheduler(config.fixed_calls)
+    scheduler: Scheduler = build_component("scheduler", config.scheduler)
+    return scheduler

@@ -1,0 +1,1 @@
+"""Built-in drafters, builders, grafts, schedulers and verifiers."""

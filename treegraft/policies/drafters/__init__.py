@@ -1,0 +1,1 @@
+"""One drafter per file."""
