@@ -71,8 +71,10 @@ def component_class(role: str, config: BaseModel) -> type:
         found: Any = importlib.import_module(module_name)
         for part in class_name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{role}.kind {config.kind!r} cannot be imported: {error}") from error
+    except Exception as error:  # the module is someone else's: it may raise anything
+        raise ConfigError(
+            f"{role}.kind {config.kind!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(
             f"{role}.kind {config.kind!r} must be a subclass of treegraft.{base.__name__}"

@@ -84,7 +84,7 @@ VerifierConfig = Annotated[
 class TargetConfig(_Strict):
     """The model whose text is produced."""
 
-    model: str = Field(description="zoo:NAME, a local path, or a hub id.")
+    model: str = Field(min_length=1, description="zoo:NAME, a local path, or a hub id.")
 
 
 class SamplingConfig(_Strict):
@@ -125,6 +125,8 @@ class StopConfig(_Strict):
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), found "
                 f"{self.min_new_tokens}"
             )
+        if self.eos is not None and any(token < 0 for token in self.eos):
+            raise ValueError(f"eos must hold token ids from 0, found {min(self.eos)}")
         if "" in self.strings:
             raise ValueError("strings must not hold an empty string, which would stop at once")
         return self

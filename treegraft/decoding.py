@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treegraft.core.errors import TreegraftError
 from treegraft.core.language_model import LanguageModel, extend
 from treegraft.core.roles import (
     Commit,
@@ -56,7 +57,8 @@ class TargetCache:
     def reserve(self, model: LanguageModel, n_rows: int) -> None:
         """Make sure that there are ``n_rows`` rows (old content is of no use to a new text)."""
         if n_rows > self.rows:
-            self.content = None
+            # Let go of the old rows first; should the new ones not fit, there are none.
+            self.content, self.rows = None, 0
             self.content, self.rows = model.new_cache(n_rows), n_rows
 
 
@@ -196,14 +198,22 @@ class Decoding:
                 calls.append(index)
                 drafter = parts.drafters[index]
                 touched = parts.graft.visit(tree, drafter, index, frontier, parts.builder.width)
+                reached = parts.builder.frontier(tree, touched, layer)
                 # A layer that found nothing leaves the frontier to the next drafter.
-                if touched.nodes.shape[0]:
-                    frontier = parts.builder.frontier(tree, touched, layer)
+                if reached.shape[0]:
+                    frontier = reached
+                if not frontier.shape[0]:
+                    break
             pruned = parts.builder.prune(tree)
             return pruned, tuple(calls), _count(tree.source.tolist(), n)
 
     def _within_limit(self, index: int | None, tree: TreeBackend) -> int | None:
         """The chosen drafter, or the next cheaper one whose context still has room."""
+        n = len(self.parts.drafters)
+        if index is not None and not 0 <= index < n:
+            raise TreegraftError(
+                f"the scheduler must choose a drafter 0..{n - 1} or None, found {index!r}"
+            )
         while index is not None:
             limit = self.parts.drafters[index].limit
             if limit is None or len(self.history.tokens) + int(tree.depth.max()) <= limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from treegraft.backends.vocabulary import check_vocabularies
 from treegraft.config import BackendConfig
 from treegraft.core.language_model import LanguageModel
 
@@ -18,7 +19,8 @@ class Loader:
         self._backend = backend
         self._given = frozenset(models)
         self._models = models
-        self._tokenizers: dict[str, Any] = {}
+        self._tokenizers: dict[str, tuple[Any, str]] = {}
+        self.no_tokenizer = ""
 
     def model(self, source: str) -> LanguageModel:
         """The model of this name, loaded at most once."""
@@ -35,14 +37,16 @@ class Loader:
         return self._models[source]
 
     def tokenizer(self, source: str) -> Any:
-        """The tokenizer beside the model, or None if it has none or the model was handed in."""
+        """The tokenizer beside the model, or None; ``no_tokenizer`` then says why."""
         if source in self._given:
+            self.no_tokenizer = f"model {source!r} was handed in without one"
             return None
         if source not in self._tokenizers:
-            from treegraft.backends.vocabulary import load_tokenizer
+            from treegraft.backends.hf import load_tokenizer
 
             self._tokenizers[source] = load_tokenizer(source)
-        return self._tokenizers[source]
+        tokenizer, self.no_tokenizer = self._tokenizers[source]
+        return tokenizer
 
     def eos(self, source: str) -> tuple[int, ...]:
         """Ids that end a text, as the model's generation settings have them."""
@@ -56,8 +60,6 @@ class Loader:
         """UnsupportedModelError unless the drafter's ids mean what the target's mean."""
         if target == drafter:
             return
-        from treegraft.backends.vocabulary import check_vocabularies
-
         check_vocabularies(
             self.tokenizer(target),
             self.model(target).vocab_size,

@@ -14,8 +14,8 @@ from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
 from treegraft.composition import component_graph
 from treegraft.config import LmConfig, PipelineConfig, override
-from treegraft.core.errors import PromptError, TreegraftError
-from treegraft.core.guard import guard
+from treegraft.core.errors import ConfigError, PromptError, TreegraftError
+from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.roles import Drafter, Scheduler
 from treegraft.core.sampling import History, Sampling
@@ -56,12 +56,18 @@ class Pipeline:
     """
 
     def __init__(
-        self, config: PipelineConfig, parts: Parts, tokenizer: Any, eos: Sequence[int]
+        self,
+        config: PipelineConfig,
+        parts: Parts,
+        tokenizer: Any,
+        eos: Sequence[int],
+        no_tokenizer: str = "",
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._no_tokenizer = no_tokenizer
         self._parts = parts
-        self._eos = tuple(eos)
+        self._eos = tuple(token for token in eos if token < parts.target.vocab_size)
         self._cache = TargetCache()
         self._current: object = None
 
@@ -83,7 +89,10 @@ class Pipeline:
         """Token ids of a prompt, checked; PromptError in one line before any forward."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise PromptError("a text prompt needs a tokenizer, found none; pass token ids")
+                raise PromptError(
+                    f"a text prompt needs a tokenizer, found none ({self._no_tokenizer}); "
+                    "pass token ids"
+                )
             tokens = list(self.tokenizer(prompt)["input_ids"])
         else:
             tokens = [int(token) for token in prompt]
@@ -127,11 +136,14 @@ class Pipeline:
         tokens = self.encode(prompt)
         stop = config.stop
         if stop.strings and self.tokenizer is None:
-            raise PromptError("stop.strings need a tokenizer, found none")
+            raise PromptError(f"stop.strings need a tokenizer, found none ({self._no_tokenizer})")
+        eos = self._eos if stop.eos is None else stop.eos
+        if eos and max(eos) >= self.target.vocab_size:
+            raise ConfigError(
+                f"stop.eos ids must be in 0..{self.target.vocab_size - 1}, found {max(eos)}"
+            )
         sampling = Sampling(
-            **config.sampling.model_dump(),
-            min_new_tokens=stop.min_new_tokens,
-            eos=self._eos if stop.eos is None else stop.eos,
+            **config.sampling.model_dump(), min_new_tokens=stop.min_new_tokens, eos=eos
         )
         completes = None
         if stop.strings:
@@ -202,6 +214,7 @@ def build_pipeline(
     config: PipelineConfig,
     models: Mapping[str, LanguageModel] | None = None,
     tokenizer: Any = None,
+    loader: Loader | None = None,
 ) -> Pipeline:
     """Compose and load what ``config`` names.
 
@@ -211,6 +224,8 @@ def build_pipeline(
     models : models that are already loaded, by the name that the config uses for them; the others
         are loaded. Two roles that name one model share its weights.
     tokenizer : instead of the target's own.
+    loader : a loader that earlier pipelines of the same backend settings used, to share what it
+        has loaded; then ``models`` is not looked at.
 
     Raises
     ------
@@ -222,7 +237,7 @@ def build_pipeline(
         role: build_component(role, getattr(config, role))
         for role in ("builder", "graft", "verifier")
     }
-    loader = Loader(config.backend, dict(models or {}))
+    loader = loader or Loader(config.backend, dict(models or {}))
     target = loader.model(config.target.model)
     if tokenizer is None:
         tokenizer = loader.tokenizer(config.target.model)
@@ -232,7 +247,7 @@ def build_pipeline(
         if isinstance(drafter, LmConfig):
             model = loader.model(drafter.model)
             loader.check_vocabularies(config.target.model, drafter.model)
-            built = build_component("drafter", drafter, model)
+            built = build_component("drafter", drafter, TimedModel(model, name, watch))
         else:
             built = build_component("drafter", drafter)
         drafters.append(guard(built, name, watch))
@@ -248,7 +263,10 @@ def build_pipeline(
         tree=lambda: tree_class(target.vocab_size),
         watch=watch,
     )
-    return Pipeline(config, parts, tokenizer, loader.eos(config.target.model))
+    if tokenizer is None:
+        tokenizer = loader.tokenizer(config.target.model)
+    eos = loader.eos(config.target.model)
+    return Pipeline(config, parts, tokenizer, eos, loader.no_tokenizer)
 
 
 def _scheduler(config: PipelineConfig) -> Scheduler:

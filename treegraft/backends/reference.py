@@ -148,7 +148,8 @@ class ReferenceTree(TreeBackend):
     def rank(self, nodes: Tensor, match: Tensor, width: int) -> Tensor:
         longest: dict[int, int] = {}
         for node, length in zip(nodes.tolist(), match.tolist(), strict=True):
-            longest[node] = max(longest.get(node, 0), length)
+            if node >= 0:
+                longest[node] = max(longest.get(node, 0), length)
         ranked = sorted(longest, key=lambda v: (-longest[v], -self._sum(v), v))
         return torch.tensor(ranked[:width], dtype=torch.int64)
 

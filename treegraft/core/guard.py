@@ -1,17 +1,18 @@
-"""The boundary around a drafter: its time is charged to it, its faults carry its name."""
+"""The boundary around drafters and their models: time is charged to them, faults carry names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from treegraft.core.errors import DrafterError
+from treegraft.core.language_model import LanguageModel
 from treegraft.core.roles import Commit, Context, Drafter, ScoringDrafter, TreeBackend
-from treegraft.core.stopwatch import Stopwatch
+from treegraft.core.stopwatch import FORWARD, Stopwatch
 from treegraft.core.tree import Proposals
 
 
@@ -31,8 +32,6 @@ class _Boundary:
         with self.watch.stage(self.name):
             try:
                 yield
-            except DrafterError:
-                raise
             except Exception as error:
                 raise DrafterError(
                     f"drafter {self.name!r} failed in {method}: {type(error).__name__}: {error}"
@@ -43,13 +42,14 @@ class _Boundary:
     ) -> Proposals:
         with self.call("propose"):
             proposals = drafter.propose(tree, positions, width)
-            if not isinstance(proposals, Proposals):
-                raise DrafterError(
-                    f"drafter {self.name!r} must return Proposals from propose, found "
-                    f"{type(proposals).__name__}"
-                )
-            proposals.check(tree.n_nodes)
-            return proposals
+            if isinstance(proposals, Proposals):
+                proposals.check(tree.n_nodes)
+        if not isinstance(proposals, Proposals):
+            raise DrafterError(
+                f"drafter {self.name!r} must return Proposals from propose, found "
+                f"{type(proposals).__name__}"
+            )
+        return proposals
 
 
 @final
@@ -94,9 +94,45 @@ class _GuardedScoringDrafter(ScoringDrafter):
     def score(self, tree: TreeBackend) -> Tensor:
         with self._boundary.call("score"):
             scores = self._drafter.score(tree)
-            if not isinstance(scores, torch.Tensor) or scores.shape != (tree.n_nodes,):
-                raise DrafterError(
-                    f"drafter {self._boundary.name!r} must return scores of shape "
-                    f"[{tree.n_nodes}] from score, found {getattr(scores, 'shape', scores)!r}"
-                )
-            return scores
+        if not isinstance(scores, torch.Tensor) or scores.shape != (tree.n_nodes,):
+            found = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores)
+            raise DrafterError(
+                f"drafter {self._boundary.name!r} must return scores of shape "
+                f"[{tree.n_nodes}] from score, found {found}"
+            )
+        return scores
+
+
+@final
+class TimedModel(LanguageModel):
+    """A drafter's model whose forwards are charged to ``name`` + ``stopwatch.FORWARD``.
+
+    So that what a drafter computes around its forwards can be told from the forwards.
+    """
+
+    def __init__(self, model: LanguageModel, name: str, watch: Stopwatch) -> None:
+        self._model = model
+        self._stage = name + FORWARD
+        self._watch = watch
+        self.name = model.name
+        self.vocab_size = model.vocab_size
+        self.max_positions = model.max_positions
+        self.device = model.device
+
+    def new_cache(self, n_rows: int, old: Any = None) -> Any:
+        return self._model.new_cache(n_rows, old)
+
+    def forward(
+        self,
+        cache: Any,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        with self._watch.stage(self._stage):
+            return self._model.forward(cache, tokens, rows, positions, visible, last_only)
+
+    def move_(self, cache: Any, source: Tensor, target: Tensor) -> None:
+        self._model.move_(cache, source, target)

@@ -151,7 +151,7 @@ class TreeBackend(ABC):
         """int64 [<= width]: the best of ``nodes`` int64 [k], each once.
 
         Longest ``match`` int64 [k] first, then logprob, then the oldest node. A node that occurs
-        twice counts with its longest match.
+        twice counts with its longest match; -1 is no node and is passed over.
         """
 
     @abstractmethod
@@ -200,7 +200,7 @@ class Touched:
 
     Attributes
     ----------
-    nodes : int64 [k], with repeats where two paths led to one child.
+    nodes : int64 [k], with repeats where two paths led to one child, -1 where none was made.
     match : int64 [k], the match length each came with (0 from a model).
     """
 
@@ -234,7 +234,10 @@ class TreeBuilder(ABC):
 
     @abstractmethod
     def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> Tensor:
-        """int64 [k]: where the next layer drafts, given what ``layer`` (from 1) touched."""
+        """int64 [k]: where the next layer drafts, given what ``layer`` (from 1) touched.
+
+        Empty if the layer touched nothing; the frontier then stays as it was.
+        """
 
     @abstractmethod
     def prune(self, tree: TreeBackend) -> TokenTree:

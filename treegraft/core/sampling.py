@@ -53,7 +53,8 @@ def keyed_gumbel(seed: int, position: int, vocab_size: int) -> Tensor:
     so a seed means the same text on every machine. Uniforms are kept off 0 and 1.
     """
     raw = np.random.Philox(key=seed, counter=position << 64).random_raw(vocab_size)
-    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    # 52 bits: with 53 the largest value plus a half would round to 1, and its noise be infinite.
+    uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
 
@@ -137,7 +138,7 @@ def process(
         floor = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if sampling.top_p is not None and sampling.top_p < 1.0:
-        rising, order = logits.sort()
+        rising, order = logits.sort(stable=True)
         below = rising.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
         below[-1] = False
         logits = logits.masked_fill(torch.zeros_like(below).scatter(0, order, below), -torch.inf)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from treegraft.core.stopwatch import FORWARD
+
 DEFINITIONS = {
     "new_tokens": "tokens committed after the prompt",
     "target_calls": "forwards of the target over a tree (prefill not counted)",
@@ -17,7 +19,7 @@ DEFINITIONS = {
     "calls": "visits of each drafter (layers in which it acted)",
     "calls_by_layer": "visits of each drafter in each layer, from 1",
     "seconds": "wall time by stage: prefill, target (tree forwards), each drafter, tree "
-    "(operations on the working tree), verify (sampling and walk), host (everything else)",
+    "(operations on the working tree), scheduler, verify (sampling and walk), host (the rest)",
     "tokens_per_second": "new tokens per second of decoding, prefill included",
     "tokens_per_second_decode": "new tokens per second, prefill excluded",
 }
@@ -92,6 +94,20 @@ class Statistics:
     seconds: dict[str, float]
 
     @property
+    def drafter_seconds(self) -> dict[str, float]:
+        """Seconds that each drafter took, its model's forwards included."""
+        return {
+            name: self.seconds.get(name, 0.0) + self.seconds.get(name + FORWARD, 0.0)
+            for name in self.drafters
+        }
+
+    @property
+    def overhead_share(self) -> float:
+        forwards = sum(self.seconds.get(name + FORWARD, 0.0) for name in self.drafters)
+        forwards += self.seconds.get("target", 0.0) + self.seconds["prefill"]
+        return 1.0 - forwards / max(self.total_seconds, 1e-9)
+
+    @property
     def mean_accepted_length(self) -> float:
         return self.new_tokens / max(self.target_calls, 1)
 
@@ -155,6 +171,7 @@ class Statistics:
             "mean_accepted_length": self.mean_accepted_length,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_decode": self.tokens_per_second_decode,
+            "overhead_share": self.overhead_share,
             **named,
             "calls_by_layer": [
                 dict(zip(self.drafters, layer, strict=True)) for layer in self.calls_by_layer

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from time import perf_counter
 
 HOST = "host"
+FORWARD = ".forward"
+"""Suffix of the stage that holds the forwards of a drafter's model."""
 
 
 class Stopwatch:

@@ -53,10 +53,12 @@ class Proposals:
         """Build proposals from Python lists of unequal length, as look-ups have them."""
         if not paths:
             return Proposals.empty()
-        longest = max(len(path) for path in paths)
+        longest = max(1, *(len(path) for path in paths))
         return Proposals(
             torch.tensor(positions, dtype=torch.int64),
-            torch.tensor([[*path, *[-1] * (longest - len(path))] for path in paths]),
+            torch.tensor(
+                [[*path, *[-1] * (longest - len(path))] for path in paths], dtype=torch.int64
+            ),
             torch.tensor(
                 [[*row, *[-torch.inf] * (longest - len(row))] for row in logprobs],
                 dtype=torch.float32,
@@ -65,17 +67,35 @@ class Proposals:
         )
 
     def check(self, n_nodes: int) -> None:
-        """Raise TreeError where the shapes disagree or a position is no node of the tree."""
+        """Raise TreeError where shapes or types are wrong or a position is no node of the tree."""
+        if self.positions.dim() != 1:
+            raise TreeError(
+                f"proposals need positions of shape [K], found {list(self.positions.shape)}"
+            )
         n_paths = self.positions.shape[0]
-        if self.tokens.shape != self.logprobs.shape or self.tokens.shape[:1] != (n_paths,):
+        shape = self.tokens.shape
+        if shape != self.logprobs.shape or shape[:1] != (n_paths,) or len(shape) != 2:
             raise TreeError(
                 f"proposals need tokens and logprobs of shape [{n_paths}, C], found "
                 f"{list(self.tokens.shape)} and {list(self.logprobs.shape)}"
+            )
+        if not shape[1]:
+            raise TreeError(
+                f"proposals need at least one column of tokens, found {list(shape)}; "
+                "return Proposals.empty() for no path"
             )
         if self.match.shape != (n_paths,):
             raise TreeError(
                 f"proposals need match of shape [{n_paths}], found {list(self.match.shape)}"
             )
+        for name in ("positions", "tokens", "match"):
+            dtype = getattr(self, name).dtype
+            if dtype != torch.int64:
+                raise TreeError(f"proposals need {name} of type int64, found {dtype}")
+        if not self.logprobs.is_floating_point():
+            raise TreeError(f"proposals need logprobs of a float type, found {self.logprobs.dtype}")
+        if n_paths and int(self.match.min()) < 0:
+            raise TreeError(f"proposal match must be 0 or more, found {int(self.match.min())}")
         if n_paths and (int(self.positions.min()) < 0 or int(self.positions.max()) >= n_nodes):
             raise TreeError(
                 f"proposal positions must be nodes 0..{n_nodes - 1}, found "

@@ -47,6 +47,5 @@ class TreegraftGraft(GraftPolicy):
             depth = tree.depth[frontier]
             positions = tree.best(width, int(depth.min()) - self._lookback, int(depth.max()))
         proposals = drafter.propose(tree, positions, width)
-        children = tree.add_(proposals, index, overwrite=scores)[:, 0]
-        made = children >= 0
-        return Touched(children[made], proposals.match[made])
+        paths = tree.add_(proposals, index, overwrite=scores)
+        return Touched(paths[:, 0], proposals.match)

@@ -1,19 +1,22 @@
 """The model drafter: any smaller causal language model, with an incremental KV for the tree.
 
-Shapes: N working-tree nodes, R nodes read so far, S cache rows, V vocabulary of this model.
+Shapes: N working-tree nodes, R nodes read so far, S cache rows, V vocabulary of this model. Small
+index arithmetic is numpy's (docs/decisions/0002-host-tree.md); what touches V is torch's.
 """
 
 from __future__ import annotations
 
 from typing import Literal, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from treegraft.core.language_model import LanguageModel, extend
 from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
-from treegraft.core.tree import ROOT, Proposals
+from treegraft.core.tree import Proposals
 
 
 class LmConfig(BaseModel):
@@ -25,7 +28,7 @@ class LmConfig(BaseModel):
     name: str | None = Field(
         None, description="Name in statistics and schedules; default: the last part of the model."
     )
-    model: str = Field(description="zoo:NAME, a local path, or a hub id.")
+    model: str = Field(min_length=1, description="zoo:NAME, a local path, or a hub id.")
     read_ahead: int = Field(
         32,
         ge=0,
@@ -57,13 +60,16 @@ class LmDrafter(ScoringDrafter):
         self._n_rows = 0
         self._text: list[int] = []
         self._n_kv = 0
+        self._logq = torch.empty(0, model.vocab_size)
         self._clear_tree()
 
     def _clear_tree(self) -> None:
-        # Node -> its rank in reading order (-1: unread); its KV row is len(text) - 1 + rank.
-        self._rank = torch.empty(0, dtype=torch.int64)
-        self._logq: list[Tensor] = []
+        # Node -> its rank in reading order (-1: unread); its KV row is len(text) - 1 + rank, and
+        # log q of what follows it is row rank of _logq, float32 [>= R, V].
+        self._rank: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._n_read = 0
+        # log q of each node so far; it never changes while the committed text stands.
+        self._scores = torch.empty(0)
 
     def begin(self, context: Context) -> None:
         self._text = list(context.tokens)
@@ -80,96 +86,104 @@ class LmDrafter(ScoringDrafter):
 
     def observe(self, commit: Commit) -> None:
         if self._n_read:
-            ranks = []
+            ranks: list[int] = []
             for node in commit.path:
-                rank = int(self._rank[node]) if node < self._rank.shape[0] else -1
-                if rank < 0:
+                if node >= self._rank.shape[0] or self._rank[node] < 0:
                     break
-                ranks.append(rank)
+                ranks.append(int(self._rank[node]))
             base = len(self._text) - 1
             self._n_kv = base + 1 + len(ranks)
-            if ranks:
+            if any(rank != place for place, rank in enumerate(ranks, 1)):
                 source = base + torch.tensor(ranks)
-                self._model.move_(
-                    self._cache, source, torch.arange(base + 1, base + 1 + len(ranks))
-                )
+                place = torch.arange(base + 1, self._n_kv)
+                self._model.move_(self._cache, source, place)
         self._text.extend(commit.tokens)
         self._clear_tree()
 
     def score(self, tree: TreeBackend) -> Tensor:
-        parent, token = tree.parent, tree.token
         self._follow(tree)
-        inner = torch.zeros(tree.n_nodes, dtype=torch.bool)
-        inner[parent[1:]] = True
-        if bool((self._rank[inner] < 0).any()):
-            leaves = (~inner & (self._rank < 0)).nonzero()[:, 0]
+        n, n_done = tree.n_nodes, self._scores.shape[0]
+        if n == n_done:
+            return self._scores
+        parent, token = tree.parent.numpy(), tree.token.numpy()
+        inner = np.zeros(n, dtype=np.bool_)
+        # The root is its own parent, but alone it asks for no reading.
+        inner[parent[max(n_done, 1) :]] = True
+        if (self._rank[inner] < 0).any():
+            leaves = np.flatnonzero(self._rank < 0)
             if leaves.shape[0] <= self._read_ahead:
                 inner[leaves] = True
             self._read(tree, inner)
-        scores = torch.full((tree.n_nodes,), -torch.inf)
-        known = token < self._model.vocab_size
-        known[ROOT] = False
-        if bool(known.any()):
-            rows = self._rank[parent[known]]
-            scores[known] = self._logq_rows()[rows, token[known]]
-        return scores
+        fresh = torch.full((n - n_done,), -torch.inf)
+        known = np.flatnonzero(token[n_done:] < self._model.vocab_size)
+        known = known[known + n_done > 0]
+        rows = self._rank[parent[n_done:][known]]
+        fresh[known] = self._logq[rows, token[n_done:][known]]
+        self._scores = torch.cat([self._scores, fresh])
+        return self._scores
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         self._follow(tree)
-        wanted = torch.zeros(tree.n_nodes, dtype=torch.bool)
-        wanted[positions] = True
+        places = positions.numpy()
+        wanted = np.zeros(tree.n_nodes, dtype=np.bool_)
+        wanted[places] = True
         self._read(tree, wanted)
-        logq = self._logq_rows()[self._rank[positions]]
-        top = logq.topk(min(width, logq.shape[-1]), dim=-1)
+        top = self._logq[self._rank[places]].topk(min(width, self._model.vocab_size), dim=-1)
         k = top.indices.shape[-1]
         return Proposals(
             positions.repeat_interleave(k),
             top.indices.reshape(-1, 1),
             top.values.reshape(-1, 1),
-            torch.zeros(positions.shape[0] * k, dtype=torch.int64),
+            torch.zeros(len(places) * k, dtype=torch.int64),
         )
 
     def _follow(self, tree: TreeBackend) -> None:
         """Take note of nodes that were added since the last call."""
         n_new = tree.n_nodes - self._rank.shape[0]
-        self._rank = torch.cat([self._rank, torch.full((n_new,), -1, dtype=torch.int64)])
+        if n_new:
+            self._rank = np.concatenate([self._rank, np.full(n_new, -1, dtype=np.int64)])
 
-    def _logq_rows(self) -> Tensor:
-        """float32 [R, V] log q after each node read, in reading order."""
-        if len(self._logq) > 1:
-            self._logq = [torch.cat(self._logq)]
-        return self._logq[0]
-
-    def _read(self, tree: TreeBackend, wanted: Tensor) -> None:
+    def _read(self, tree: TreeBackend, wanted: NDArray[np.bool_]) -> None:
         """One forward over the unread of ``wanted`` bool [N] and their unread ancestors."""
-        unread = wanted & (self._rank < 0)
-        if not bool(unread.any()):
+        unread = np.flatnonzero(wanted & (self._rank < 0))
+        if unread.shape[0] == 0:
             return
-        lineage = tree.ancestors(unread.nonzero()[:, 0])
-        nodes = (lineage.any(0) & (self._rank < 0)).nonzero()[:, 0]
+        lineage = tree.ancestors(torch.from_numpy(unread)).numpy()
+        nodes = np.flatnonzero(lineage.any(0) & (self._rank < 0))
+        if nodes.shape[0] != unread.shape[0]:
+            lineage = tree.ancestors(torch.from_numpy(nodes)).numpy()
         base = len(self._text) - 1
         first, last = self._n_read, self._n_read + nodes.shape[0]
-        self._rank[nodes] = torch.arange(first, last)
+        self._rank[nodes] = np.arange(first, last)
         self._n_read = last
         self._reserve(base + last)
         pending = self._pending(base) if first == 0 else []
         n_text = len(pending)
         # Columns: the committed text before the root, then the nodes read so far. Text that is
         # still to be read rides along in the same forward, causally.
-        visible = torch.zeros(n_text + nodes.shape[0], base + last, dtype=torch.bool)
+        visible = np.zeros((n_text + nodes.shape[0], base + last), dtype=np.bool_)
         visible[n_text:, :base] = True
-        query, ancestor = tree.ancestors(nodes).nonzero(as_tuple=True)
+        query, ancestor = lineage.nonzero()
         visible[n_text + query, base + self._rank[ancestor]] = True
-        tokens, rows, positions = tree.token[nodes], base + self._rank[nodes], tree.depth[nodes]
-        positions = base + positions
-        if n_text:
-            places = torch.arange(base - n_text, base)
-            visible[:n_text, :base] = torch.arange(base) <= places[:, None]
-            tokens = torch.cat([torch.tensor(pending), tokens])
-            rows, positions = torch.cat([places, rows]), torch.cat([places, positions])
-        logits = self._model.forward(self._cache, tokens, rows, positions, visible)
-        self._logq.append(logits[n_text:].log_softmax(-1).to(torch.float32))
+        places = np.arange(base - n_text, base)
+        visible[:n_text, :base] = np.arange(base) <= places[:, None]
+        logits = self._model.forward(
+            self._cache,
+            torch.from_numpy(np.concatenate([pending, tree.token.numpy()[nodes]]).astype(np.int64)),
+            torch.from_numpy(np.concatenate([places, base + self._rank[nodes]])),
+            torch.from_numpy(np.concatenate([places, base + tree.depth.numpy()[nodes]])),
+            torch.from_numpy(visible),
+        )
+        self._keep(logits[n_text:].log_softmax(-1), first, last)
         self._n_kv = max(self._n_kv, base)
+
+    def _keep(self, logq: Tensor, first: int, last: int) -> None:
+        """Store float [last - first, V] in rows first..last-1 of a buffer that grows."""
+        if last > self._logq.shape[0]:
+            held = self._logq[:first]
+            self._logq = torch.empty(2 * last, self._model.vocab_size)
+            self._logq[:first] = held
+        self._logq[first:last] = logq
 
     def _pending(self, base: int) -> list[int]:
         """Committed text that is still unread; all but its last stretch is read right here."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from treegraft.core.roles import Commit, Context, Drafter, TargetTop, TreeBackend
@@ -30,6 +30,12 @@ class NgramConfig(BaseModel):
         3, ge=1, le=64, description="Tokens of a continuation; longer ones deepen the tree."
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> NgramConfig:
+        if self.min_n > self.max_n:
+            raise ValueError(f"min_n must be at most max_n ({self.max_n}), found {self.min_n}")
+        return self
+
 
 @final
 class NgramDrafter(Drafter):
@@ -45,7 +51,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, config: NgramConfig) -> None:
         self._max_n = config.max_n
-        self._min_n = min(config.min_n, config.max_n)
+        self._min_n = config.min_n
         self._length = config.length
         self._forget()
 

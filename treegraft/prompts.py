@@ -1,0 +1,132 @@
+"""Reads prompts from files: plain text, JSON lines, or a JSON list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import PromptError
+
+__all__ = ["Prompt", "parse_ids", "read_prompts", "take_turns"]
+
+_CONTENT_KEYS = ("turns", "prompt", "text", "ids")
+_ID_KEYS = ("id", "question_id")
+_KIND_KEYS = ("kind", "category")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt.
+
+    Attributes
+    ----------
+    id : how results name it.
+    content : text, or token ids (then no tokenizer is needed).
+    kind : what sort of text it asks for; results are also grouped by it. None if unknown.
+    """
+
+    id: str
+    content: str | tuple[int, ...]
+    kind: str | None = None
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Prompts of a file, at most ``limit``; PromptError names the file and the line.
+
+    ``.jsonl`` holds one JSON object per line and ``.json`` a list of them, with one of the keys
+    ``turns`` (a list of strings, of which the first is taken), ``prompt``, ``text`` or ``ids``
+    (token ids), and optionally ``id`` or ``question_id``, ``kind`` or ``category``. Every other
+    file is one prompt, taken as it stands.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"prompts {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PromptError(f"prompts {str(path)!r} is not a text file in UTF-8") from None
+    if path.suffix == ".jsonl":
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        prompts = [
+            _prompt(_json(line, f"{path} line {n}"), f"{path} line {n}", str(n))
+            for n, line in lines[:limit]
+        ]
+    elif path.suffix == ".json":
+        entries = _json(text, str(path))
+        if not isinstance(entries, list):
+            raise PromptError(f"{path}: a list of prompts is needed, found {_type(entries)}")
+        prompts = [
+            _prompt(entry, f"{path} entry {n}", str(n))
+            for n, entry in enumerate(entries[:limit], 1)
+        ]
+    else:
+        prompts = [Prompt(path.stem, text)] if text else []
+    if not prompts:
+        raise PromptError(f"prompts {str(path)!r} holds no prompt")
+    return prompts
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """Token ids from numbers separated by blanks or commas."""
+    parts = text.replace(",", " ").split()
+    wrong = [part for part in parts if not part.isdecimal()]
+    if wrong:
+        raise PromptError(f"token ids must be whole numbers from 0, found {wrong[0]!r}")
+    return tuple(int(part) for part in parts)
+
+
+def take_turns(prompts: Sequence[Prompt], per_kind: int | None = None) -> list[Prompt]:
+    """The same prompts ordered so that kinds take turns, at most ``per_kind`` of each.
+
+    Whatever number of them is decoded, the kinds are then represented evenly.
+    """
+    by_kind: dict[str | None, list[Prompt]] = {}
+    for prompt in prompts:
+        by_kind.setdefault(prompt.kind, []).append(prompt)
+    rounds = max((len(group) for group in by_kind.values()), default=0)
+    if per_kind is not None:
+        rounds = min(rounds, per_kind)
+    return [group[i] for i in range(rounds) for group in by_kind.values() if i < len(group)]
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where}: no valid JSON: {error}") from None
+
+
+def _prompt(entry: Any, where: str, default_id: str) -> Prompt:
+    if not isinstance(entry, dict):
+        raise PromptError(f"{where}: an object is needed, found {_type(entry)}")
+    key = next((key for key in _CONTENT_KEYS if key in entry), None)
+    if key is None:
+        raise PromptError(
+            f"{where}: one of the keys {', '.join(_CONTENT_KEYS)} is needed, found "
+            f"{', '.join(map(str, entry)) or 'none'}"
+        )
+    content = entry[key]
+    if key == "turns":
+        if not isinstance(content, list) or not content:
+            raise PromptError(f"{where}: turns must be a list of strings, found {_type(content)}")
+        content = content[0]
+    if key == "ids":
+        whole = isinstance(content, list) and all(type(i) is int and i >= 0 for i in content)
+        if not whole:
+            raise PromptError(f"{where}: ids must be a list of whole numbers from 0")
+        content = tuple(content)
+    elif not isinstance(content, str):
+        raise PromptError(f"{where}: {key} must be text, found {_type(content)}")
+    if not content:
+        raise PromptError(f"{where}: {key} is empty")
+    given_id = next((entry[key] for key in _ID_KEYS if key in entry), default_id)
+    kind = next((entry[key] for key in _KIND_KEYS if entry.get(key)), None)
+    return Prompt(str(given_id), content, None if kind is None else str(kind))
+
+
+def _type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
