@@ -120,9 +120,11 @@ class Decoding:
 
     def _top(self, logits: Tensor, tokens: Sequence[int]) -> TargetTop:
         logp = logits.log_softmax(-1).to(torch.float32)
-        chosen = logp.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        here = torch.tensor(tokens, device=logp.device)
+        chosen = logp.gather(1, here[:, None])[:, 0]
         top = logp.topk(min(self._top_k or 0, logp.shape[-1]), dim=-1)
-        return TargetTop(chosen, top.indices, top.values)
+        # Drafters work on the host.
+        return TargetTop(chosen.cpu(), top.indices.cpu(), top.values.cpu())
 
     def step(self) -> tuple[list[int], StepRecord]:
         """One target forward: the tokens it committed, and what it took."""

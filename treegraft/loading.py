@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from treegraft.backends.sources import resolve
 from treegraft.backends.vocabulary import check_vocabularies
 from treegraft.config import BackendConfig
 from treegraft.core.language_model import LanguageModel
@@ -21,6 +23,12 @@ class Loader:
         self._models = models
         self._tokenizers: dict[str, tuple[Any, str]] = {}
         self.no_tokenizer = ""
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """ConfigError for the first name that leads nowhere, before anything is loaded."""
+        for source in sources:
+            if source not in self._models:
+                resolve(source)
 
     def model(self, source: str) -> LanguageModel:
         """The model of this name, loaded at most once."""

@@ -13,7 +13,7 @@ from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
 from treegraft.composition import component_graph
-from treegraft.config import LmConfig, PipelineConfig, override
+from treegraft.config import PipelineConfig, override
 from treegraft.core.errors import ConfigError, PromptError, TreegraftError
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
@@ -23,6 +23,7 @@ from treegraft.core.stats import Generation, StepRecord
 from treegraft.core.stopwatch import Stopwatch
 from treegraft.decoding import Decoding, Parts, TargetCache
 from treegraft.loading import Loader
+from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.schedulers import FixedConfig, FixedScheduler
 from treegraft.text import StopStrings, TextStream
 
@@ -238,6 +239,8 @@ def build_pipeline(
         for role in ("builder", "graft", "verifier")
     }
     loader = loader or Loader(config.backend, dict(models or {}))
+    named = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
+    loader.check_sources([config.target.model, *named])
     target = loader.model(config.target.model)
     if tokenizer is None:
         tokenizer = loader.tokenizer(config.target.model)

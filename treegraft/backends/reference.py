@@ -37,7 +37,7 @@ class ReferenceTree(TreeBackend):
         return torch.tensor([self.graph.nodes[v][name] for v in range(self.n_nodes)], dtype=dtype)
 
     def _above(self, node: int) -> int:
-        return next(iter(self.graph.predecessors(node)), ROOT)
+        return int(next(iter(self.graph.predecessors(node)), ROOT))
 
     def _lineage(self, node: int) -> list[int]:
         return [*sorted(nx.ancestors(self.graph, node)), node]

@@ -18,8 +18,10 @@ from treegraft.core.tree import Proposals
 
 def guard(drafter: Drafter, name: str, watch: Stopwatch) -> Drafter:
     """Wrap ``drafter`` so that it is timed as ``name`` and its answers are checked."""
-    kind = _GuardedScoringDrafter if isinstance(drafter, ScoringDrafter) else _GuardedDrafter
-    return kind(drafter, _Boundary(name, watch))
+    boundary = _Boundary(name, watch)
+    if isinstance(drafter, ScoringDrafter):
+        return _GuardedScoringDrafter(drafter, boundary)
+    return _GuardedDrafter(drafter, boundary)
 
 
 class _Boundary:

@@ -132,11 +132,13 @@ def process(
         logits[list(sampling.eos)] = -torch.inf
     if sampling.temperature == 0.0:
         return logits
+    raw = logits
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    logits = (logits - logits.max()) / sampling.temperature
+    logits = (raw - raw.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        floor = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
+        # On the raw logits: the subtraction rounds, and would make ties of close ones.
+        floor = raw.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(raw < floor, -torch.inf)
     if sampling.top_p is not None and sampling.top_p < 1.0:
         rising, order = logits.sort(stable=True)
         below = rising.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p

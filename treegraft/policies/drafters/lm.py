@@ -54,18 +54,21 @@ class LmDrafter(ScoringDrafter):
 
     def __init__(self, config: LmConfig, model: LanguageModel) -> None:
         self._model = model
+        # Ids that only the target has (a larger embedding, another drafter's guess) are read as this
+        # one: what is drafted after them is worth little, and harms nobody.
+        self._last_id = model.vocab_size - 1
         self._read_ahead = config.read_ahead
         self.limit = model.max_positions
         self._cache: object = None
         self._n_rows = 0
         self._text: list[int] = []
         self._n_kv = 0
-        self._logq = torch.empty(0, model.vocab_size)
+        self._logq = torch.empty(0, model.vocab_size, device=model.device)
         self._clear_tree()
 
     def _clear_tree(self) -> None:
         # Node -> its rank in reading order (-1: unread); its KV row is len(text) - 1 + rank, and
-        # log q of what follows it is row rank of _logq, float32 [>= R, V].
+        # log q of what follows it is row rank of _logq, float32 [>= R, V] on the model's device.
         self._rank: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._n_read = 0
         # log q of each node so far; it never changes while the committed text stands.
@@ -81,8 +84,9 @@ class LmDrafter(ScoringDrafter):
         """Make sure that the cache has so many rows; what it holds is kept."""
         if n_rows > self._n_rows:
             # Rows grow by half, so that a tree which keeps growing copies the cache rarely.
-            self._n_rows = max(n_rows, self._n_rows * 3 // 2)
-            self._cache = self._model.new_cache(self._n_rows, self._cache)
+            n_rows = max(n_rows, self._n_rows * 3 // 2)
+            self._cache = self._model.new_cache(n_rows, self._cache)
+            self._n_rows = n_rows
 
     def observe(self, commit: Commit) -> None:
         if self._n_read:
@@ -110,15 +114,15 @@ class LmDrafter(ScoringDrafter):
         # The root is its own parent, but alone it asks for no reading.
         inner[parent[max(n_done, 1) :]] = True
         if (self._rank[inner] < 0).any():
-            leaves = np.flatnonzero(self._rank < 0)
+            leaves = np.flatnonzero(~inner & (self._rank < 0))
             if leaves.shape[0] <= self._read_ahead:
                 inner[leaves] = True
             self._read(tree, inner)
         fresh = torch.full((n - n_done,), -torch.inf)
         known = np.flatnonzero(token[n_done:] < self._model.vocab_size)
         known = known[known + n_done > 0]
-        rows = self._rank[parent[n_done:][known]]
-        fresh[known] = self._logq[rows, token[n_done:][known]]
+        rows, columns = self._rank[parent[n_done:][known]], token[n_done:][known]
+        fresh[known] = self._logq[rows, columns].cpu()
         self._scores = torch.cat([self._scores, fresh])
         return self._scores
 
@@ -132,8 +136,8 @@ class LmDrafter(ScoringDrafter):
         k = top.indices.shape[-1]
         return Proposals(
             positions.repeat_interleave(k),
-            top.indices.reshape(-1, 1),
-            top.values.reshape(-1, 1),
+            top.indices.reshape(-1, 1).cpu(),
+            top.values.reshape(-1, 1).cpu(),
             torch.zeros(len(places) * k, dtype=torch.int64),
         )
 
@@ -167,9 +171,10 @@ class LmDrafter(ScoringDrafter):
         visible[n_text + query, base + self._rank[ancestor]] = True
         places = np.arange(base - n_text, base)
         visible[:n_text, :base] = np.arange(base) <= places[:, None]
+        tokens = np.concatenate([pending, tree.token.numpy()[nodes]]).astype(np.int64)
         logits = self._model.forward(
             self._cache,
-            torch.from_numpy(np.concatenate([pending, tree.token.numpy()[nodes]]).astype(np.int64)),
+            torch.from_numpy(np.minimum(tokens, self._last_id)),
             torch.from_numpy(np.concatenate([places, base + self._rank[nodes]])),
             torch.from_numpy(np.concatenate([places, base + tree.depth.numpy()[nodes]])),
             torch.from_numpy(visible),
@@ -181,7 +186,7 @@ class LmDrafter(ScoringDrafter):
         """Store float [last - first, V] in rows first..last-1 of a buffer that grows."""
         if last > self._logq.shape[0]:
             held = self._logq[:first]
-            self._logq = torch.empty(2 * last, self._model.vocab_size)
+            self._logq = held.new_empty(2 * last, self._model.vocab_size)
             self._logq[:first] = held
         self._logq[first:last] = logq
 
@@ -189,7 +194,8 @@ class LmDrafter(ScoringDrafter):
         """Committed text that is still unread; all but its last stretch is read right here."""
         n_early = base - self._n_kv - _RIDE
         if n_early > 0:
-            early = self._text[self._n_kv : self._n_kv + n_early]
+            stretch = self._text[self._n_kv : self._n_kv + n_early]
+            early = [min(token, self._last_id) for token in stretch]
             for _ in extend(self._model, self._cache, early, self._n_kv, last_only=True):
                 pass
             self._n_kv += n_early

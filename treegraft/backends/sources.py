@@ -1,0 +1,80 @@
+"""Names of models: local folders, hub ids and ``zoo:NAME``, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from treegraft.core.errors import ConfigError, TreegraftError, UnsupportedModelError
+
+__all__ = ["one_line", "parse_dtype", "reading", "resolve"]
+
+
+def resolve(source: str) -> str:
+    """Where the model of this name lies: a folder or a hub id.
+
+    Raises ConfigError if ``source`` is a path and no model lies there.
+    """
+    if source.startswith("zoo:"):
+        from treegraft.zoo.catalog import zoo_path
+
+        return str(zoo_path(source.removeprefix("zoo:")))
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ConfigError(
+                f"model {source!r}: the folder has no config.json; "
+                "name a folder written by save_pretrained"
+            )
+        return path
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or not source
+    if looks_local or os.path.exists(path):
+        raise ConfigError(
+            f"model {source!r}: no such folder; name a folder with a config.json, a hub id, "
+            "or zoo:NAME"
+        )
+    return source
+
+
+def parse_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
+    """The dtype to load in: ``auto`` is that of the checkpoint.
+
+    None means float32 on the CPU, where half precision is slow, and ``auto`` elsewhere.
+    """
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else "auto"
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"dtype {dtype!r} is not known: use auto, float64, float32, bfloat16 or float16"
+        )
+    return found
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Make one line out of what transformers raises about a source that is no usable model."""
+    try:
+        yield
+    except TreegraftError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"model {source!r} brings its own code, which treegraft never runs: use an "
+                "architecture that transformers has itself"
+            ) from error
+        raise ConfigError(f"model {source!r} cannot be loaded: {one_line(error)}") from error
+
+
+def one_line(error: BaseException, width: int = 240) -> str:
+    """The first line of an error's message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:width]
