@@ -118,3 +118,27 @@ def test_kv_after_steps_equals_a_fresh_prefill(name: str) -> None:
     following = torch.randint(0, model.vocab_size, (3,), generator=dice)
     after, expected = (prefill(model, c, following, len(text)) for c in (cache, fresh))
     assert (after - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
+def test_a_larger_cache_goes_on_where_the_smaller_one_ended(name: str) -> None:
+    model = HFLanguageModel(build(name, dtype=torch.float64))
+    text = torch.randint(0, model.vocab_size, (30,), generator=torch.Generator().manual_seed(6))
+    small = model.new_cache(20)
+    prefill(model, small, text[:20])
+    grown = model.new_cache(41, small)
+    logits = prefill(model, grown, text[20:], 20)
+    expected = prefill(model, model.new_cache(30), text)[20:]
+    tolerance = 1e-6 if name == "deepseek-v3" else 1e-9
+    assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
+    with pytest.raises(CapacityError, match="has 41 rows"):
+        prefill(model, grown, text[:12], 30)
+
+
+def test_a_cache_opened_in_inference_mode_can_be_written_out_of_it() -> None:
+    model = HFLanguageModel(build("gemma3"))
+    with torch.inference_mode():
+        cache = model.new_cache(8)
+    logits = prefill(model, cache, torch.arange(8))
+    model.move_(cache, rows_of(5), rows_of(2))
+    assert not logits.is_inference()

@@ -138,8 +138,7 @@ def decide(model: Any, name: str) -> AdapterReport:
     text = config.get_text_config(decoder=True)
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{label} keeps a recurrent state, which cannot branch with a draft tree; "
-            f"{_ELSEWHERE}"
+            f"{label} keeps a recurrent state, which cannot branch with a draft tree; {_ELSEWHERE}"
         )
     attention = getattr(text, "_attn_implementation", None) or "eager"
     if attention not in ("sdpa", "eager"):

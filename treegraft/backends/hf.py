@@ -57,7 +57,7 @@ class HFLanguageModel(LanguageModel):
 
     def __init__(self, model: Any, name: str | None = None, self_test: bool = True) -> None:
         self.model = model
-        self.name = name or getattr(model.config, "model_type", type(model).__name__)
+        self.name = str(name or getattr(model.config, "model_type", type(model).__name__))
         report = decide(model, self.name)
         self.report = report
         self._label = label_of(self.name, report.model_type)

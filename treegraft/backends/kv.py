@@ -45,7 +45,7 @@ class _Aim:
         self.past: int | Tensor = 0
 
 
-class SlabLayer(CacheLayerMixin):
+class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys and values, [1, H, S, d] each, written at the rows of the slab's aim.
 
     Head count and head size are taken from the first write, unless the slab was laid out before.
@@ -109,7 +109,7 @@ class SlabLayer(CacheLayerMixin):
         return self.n_rows
 
 
-class KVSlab(Cache):
+class KVSlab(Cache):  # type: ignore[misc]
     """The keys and values of one text, S rows for every layer of one model.
 
     Parameters
@@ -145,11 +145,16 @@ class KVSlab(Cache):
         self.n_rows = n_rows
         self.past_per_query = past_per_query
         self.positions: Tensor | None = None
-        if positions_device is not None:
-            self.positions = torch.zeros(self._n_stored, dtype=torch.int64, device=positions_device)
         self._blocks: list[tuple[Tensor, list[int]]] = []  # tensor, and the slots it holds
-        if layout is not None:
-            self._lay_out(layout)
+        self._device: torch.device | None = None  # of the first layer, once it is known
+        # Normal tensors, so that a slab opened in inference mode can be written out of it.
+        with torch.inference_mode(False):
+            if positions_device is not None:
+                self.positions = torch.zeros(
+                    self._n_stored, dtype=torch.int64, device=positions_device
+                )
+            if layout is not None:
+                self._lay_out(layout)
 
     def _lay_out(self, layout: tuple[tuple[SlotShape, SlotShape] | None, ...]) -> None:
         groups: dict[SlotShape, list[int]] = {}
@@ -163,6 +168,7 @@ class KVSlab(Cache):
                 device=shape.device,
             )
             self._blocks.append((block, slots))
+            self._device = self._device or shape.device
             for slot, part in zip(slots, block.unbind(0), strict=True):
                 layer = self._slab_layers[slot // 2]
                 setattr(layer, "values" if slot % 2 else "keys", part)
@@ -207,7 +213,8 @@ class KVSlab(Cache):
                 )
         n = rows.shape[0]
         aim = self._aim
-        aim.rows = rows
+        # Once per forward, not once per layer; a layer on another device moves them itself.
+        aim.rows = rows if self._device is None else rows.to(self._device, non_blocking=True)
         aim.past = span - n
         if self.past_per_query:
             aim.past = positions - torch.arange(n, device=positions.device)

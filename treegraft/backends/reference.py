@@ -44,7 +44,7 @@ class ReferenceTree(TreeBackend):
 
     @property
     def n_nodes(self) -> int:
-        return self.graph.number_of_nodes()
+        return len(self.graph)
 
     @property
     def token(self) -> Tensor:

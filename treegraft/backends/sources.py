@@ -10,7 +10,7 @@ import torch
 
 from treegraft.core.errors import ConfigError, TreegraftError, UnsupportedModelError
 
-__all__ = ["one_line", "parse_dtype", "reading", "resolve"]
+__all__ = ["check_device", "one_line", "parse_dtype", "reading", "resolve"]
 
 
 def resolve(source: str) -> str:
@@ -78,3 +78,18 @@ def one_line(error: BaseException, width: int = 240) -> str:
     """The first line of an error's message that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:width]
+
+
+def check_device(device: str) -> None:
+    """ConfigError unless torch can use ``device`` (cpu, cuda, cuda:N, mps) here."""
+    kind, _, number = device.partition(":")
+    n_found = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }[kind]
+    if int(number or 0) >= n_found:
+        raise ConfigError(
+            f"backend.device {device!r} is not there: torch finds {n_found} {kind} devices; "
+            "use cpu or one that it finds"
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 from treegraft.core.errors import DrafterError
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.roles import Commit, Context, Drafter, ScoringDrafter, TreeBackend
-from treegraft.core.stopwatch import FORWARD, Stopwatch
+from treegraft.core.stopwatch import DRAFTER, FORWARD, Stopwatch
 from treegraft.core.tree import Proposals
 
 
@@ -31,7 +31,7 @@ class _Boundary:
 
     @contextmanager
     def call(self, method: str) -> Iterator[None]:
-        with self.watch.stage(self.name):
+        with self.watch.stage(DRAFTER + self.name):
             try:
                 yield
             except Exception as error:
@@ -107,14 +107,14 @@ class _GuardedScoringDrafter(ScoringDrafter):
 
 @final
 class TimedModel(LanguageModel):
-    """A drafter's model whose forwards are charged to ``name`` + ``stopwatch.FORWARD``.
+    """A drafter's model whose forwards are charged to a stage of their own (``stopwatch.FORWARD``).
 
     So that what a drafter computes around its forwards can be told from the forwards.
     """
 
     def __init__(self, model: LanguageModel, name: str, watch: Stopwatch) -> None:
         self._model = model
-        self._stage = name + FORWARD
+        self._stage = DRAFTER + name + FORWARD
         self._watch = watch
         self.name = model.name
         self.vocab_size = model.vocab_size

@@ -133,8 +133,9 @@ def process(
     if sampling.temperature == 0.0:
         return logits
     raw = logits
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    logits = (raw - raw.max()) / sampling.temperature
+    # Subtracting the maximum first keeps a tiny temperature from overflowing; below 1e-30 nothing
+    # changes any more, and float32 would round the temperature itself to 0.
+    logits = (raw - raw.max()) / max(sampling.temperature, 1e-30)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         # On the raw logits: the subtraction rounds, and would make ties of close ones.
         floor = raw.topk(sampling.top_k).values[-1]

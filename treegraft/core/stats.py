@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treegraft.core.stopwatch import FORWARD
+from treegraft.core.stopwatch import DRAFTER, FORWARD
 
 DEFINITIONS = {
     "new_tokens": "tokens committed after the prompt",
@@ -20,6 +20,8 @@ DEFINITIONS = {
     "calls_by_layer": "visits of each drafter in each layer, from 1",
     "seconds": "wall time by stage: prefill, target (tree forwards), each drafter, tree "
     "(operations on the working tree), scheduler, verify (sampling and walk), host (the rest)",
+    "overhead_share": "share of all seconds that is neither prefill nor a forward of the target or "
+    "of a drafter's model",
     "tokens_per_second": "new tokens per second of decoding, prefill included",
     "tokens_per_second_decode": "new tokens per second, prefill excluded",
 }
@@ -97,13 +99,13 @@ class Statistics:
     def drafter_seconds(self) -> dict[str, float]:
         """Seconds that each drafter took, its model's forwards included."""
         return {
-            name: self.seconds.get(name, 0.0) + self.seconds.get(name + FORWARD, 0.0)
+            name: sum(self.seconds.get(DRAFTER + name + part, 0.0) for part in ("", FORWARD))
             for name in self.drafters
         }
 
     @property
     def overhead_share(self) -> float:
-        forwards = sum(self.seconds.get(name + FORWARD, 0.0) for name in self.drafters)
+        forwards = sum(self.seconds.get(DRAFTER + name + FORWARD, 0.0) for name in self.drafters)
         forwards += self.seconds.get("target", 0.0) + self.seconds["prefill"]
         return 1.0 - forwards / max(self.total_seconds, 1e-9)
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from time import perf_counter
 
 HOST = "host"
+DRAFTER = "drafter:"
+"""Prefix of a drafter's stages: its name is the user's and may be that of another stage."""
 FORWARD = ".forward"
 """Suffix of the stage that holds the forwards of a drafter's model."""
 

@@ -54,8 +54,8 @@ class LmDrafter(ScoringDrafter):
 
     def __init__(self, config: LmConfig, model: LanguageModel) -> None:
         self._model = model
-        # Ids that only the target has (a larger embedding, another drafter's guess) are read as this
-        # one: what is drafted after them is worth little, and harms nobody.
+        # Ids that only the target has (a larger embedding, another drafter's guess) are read as
+        # this one: what is drafted after them is worth little, and harms nobody.
         self._last_id = model.vocab_size - 1
         self._read_ahead = config.read_ahead
         self.limit = model.max_positions
