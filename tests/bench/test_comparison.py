@@ -1,0 +1,182 @@
+"""Comparisons on table models: order, ratios, equality; and the verdicts of a check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from table_models import hashed_model
+
+from treegraft import ConfigError, TreegraftError, parse_config
+from treegraft.bench.check import Verdict, check_lossless, top_two
+from treegraft.bench.comparison import (
+    Comparison,
+    Run,
+    build_pipelines,
+    check_comparable,
+    compare,
+    first_difference,
+)
+from treegraft.bench.demo import demo_configs
+from treegraft.core.sampling import Sampling
+from treegraft.core.stats import Generation, StepRecord
+from treegraft.prompts import Prompt
+
+PROMPTS = [Prompt("a", (1, 2, 3), "x"), Prompt("b", (3, 3), "y"), Prompt("c", (2, 1), "x")]
+
+
+@pytest.fixture
+def models():
+    return {"zoo:target": hashed_model(5, seed=1), "zoo:small": hashed_model(5, seed=2)}
+
+
+@pytest.fixture
+def pipelines(models):
+    return build_pipelines(demo_configs(max_new_tokens=6), models=models)
+
+
+def generation(tokens, seconds, drafters=()):
+    n = len(drafters)
+    step = StepRecord(len(tokens), 0, 1, (), (0,) * n, (0,) * n, (0,) * n, {"target": seconds})
+    return Generation(list(tokens), None, "length", 1, tuple(drafters), [step])
+
+
+def comparison(*speeds, tokens=(1, 2)):
+    """A run per pair of seconds: plain and drafted, two new tokens each."""
+    runs = [
+        Run(Prompt(str(i), "x"), 0, {"p": generation((1, 2), p), "d": generation(tokens, d)})
+        for i, (p, d) in enumerate(speeds)
+    ]
+    return Comparison(("p", "d"), tuple(runs))
+
+
+def test_every_arm_decodes_every_prompt_alike(pipelines):
+    result = compare(pipelines, PROMPTS, repeat=2)
+    assert result.n_prompts == 3
+    assert len(result.runs) == 6
+    assert result.identical
+    assert result.kinds == {"x": 2, "y": 1}
+    for summary in result.summaries():
+        assert summary.identical
+        assert summary.statistics.new_tokens == 6 * 6
+        assert sum(summary.seconds.values()) == pytest.approx(summary.statistics.total_seconds)
+        data = summary.as_dict("ratio_to_plain")
+        assert data["new_tokens"] == 36
+        assert {"target", "drafters", "tree", "verify", "host"} <= set(data["seconds"])
+
+
+def test_arms_take_turns_at_every_place(pipelines):
+    order = []
+    for name, pipeline in pipelines.items():
+        original = pipeline.generate
+
+        def noted(*args, _name=name, _original=original, **kwargs):
+            order.append(_name)
+            return _original(*args, **kwargs)
+
+        pipeline.generate = noted
+    compare(pipelines, PROMPTS + PROMPTS[:1])
+    rounds = [order[i : i + 4] for i in range(4, len(order), 4)]
+    assert len(rounds) == 4
+    for place in range(4):
+        assert {each[place] for each in rounds} == set(pipelines)
+
+
+def test_ratios_are_prompt_by_prompt_and_in_total():
+    ratio = comparison((1.0, 0.5), (1.0, 1.0), (4.0, 1.0)).ratio("d")
+    assert ratio.total == pytest.approx(6.0 / 2.5)
+    assert ratio.median == pytest.approx(2.0)
+    assert ratio.low == pytest.approx(1.2)
+    assert ratio.high == pytest.approx(3.6)
+    assert comparison((1.0, 2.0)).ratio("p").total == 1.0
+
+
+def test_differences_are_found_where_they_begin():
+    found = comparison((1.0, 1.0), tokens=(1, 3)).differences("d")
+    assert [(d.prompt, d.position, d.expected, d.found) for d in found] == [("0", 1, 2, 3)]
+    shorter = comparison((1.0, 1.0), tokens=(1,)).differences("d")
+    assert [(d.position, d.expected, d.found) for d in shorter] == [(1, 2, None)]
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([], [1]) == 0
+
+
+def test_time_runs_out_after_whole_prompts(pipelines):
+    result = compare(pipelines, PROMPTS, max_seconds=0.0)
+    assert result.n_prompts == 1
+
+
+def test_a_comparison_needs_a_prompt(pipelines):
+    with pytest.raises(TreegraftError, match="at least one prompt"):
+        compare(pipelines, [])
+
+
+def test_configs_must_ask_for_one_text():
+    plain = parse_config({"target": {"model": "m"}})
+    other = parse_config({"target": {"model": "n"}})
+    longer = parse_config({"target": {"model": "m"}, "stop": {"max_new_tokens": 5}})
+    check_comparable({"a": plain, "b": plain})
+    with pytest.raises(ConfigError, match=r"target\.model is 'm' in a and 'n' in b"):
+        check_comparable({"a": plain, "b": other})
+    with pytest.raises(ConfigError, match=r"stop\.max_new_tokens is 128 in a and 5 in b"):
+        check_comparable({"a": plain, "b": longer})
+
+
+def test_models_are_loaded_once(pipelines, models):
+    assert all(pipeline.target is models["zoo:target"] for pipeline in pipelines.values())
+
+
+def test_a_check_of_table_models_passes(models):
+    config = demo_configs()["mixed"]
+    result = check_lossless(config, None, n_tokens=10, models=models)
+    assert result.passed
+    assert result.report is None
+    assert result.count("equal") == len(result.verdicts) > 4
+    assert result.as_dict()["faults"] == 0
+
+
+def test_a_fault_is_found_in_greedy_and_in_seeded_runs(models, monkeypatch):
+    config = demo_configs()["mixed"]
+    wrong = "faulty_bench_verifier:AlwaysZero"
+    verifier = parse_config(
+        {"target": {"model": "m"}, "drafters": [{"kind": "ngram"}], "verifier": {"kind": wrong}}
+    ).verifier
+    result = check_lossless(
+        config.model_copy(update={"verifier": verifier}), PROMPTS, n_tokens=12, models=models
+    )
+    assert not result.passed
+    faults = [v for v in result.verdicts if v.verdict == "fault"]
+    assert {v.mode for v in faults} == {"greedy", "seeded"}
+    for fault in faults:
+        assert fault.found == 0
+        assert fault.choice is not None
+        # The causal forward agrees with plain decoding about what comes here.
+        assert fault.choice.tokens[0] == fault.expected
+        assert fault.as_dict()["choice"]["gap"] == fault.choice.gap
+
+
+def test_the_targets_choice_is_that_of_its_logits(models):
+    target = models["zoo:target"]
+    choice = top_two(target, (1, 2), (3,), Sampling())
+    logits = target.logits((1, 2, 3))
+    assert choice.tokens == tuple(logits.topk(2).indices.tolist())
+    assert choice.gap == pytest.approx(float(logits.topk(2).values.diff().abs()))
+    assert choice.tie_within == 0.0
+
+
+@pytest.mark.parametrize(
+    ("second", "found", "verdict"),
+    [(7.99, 1, "tie"), (7.99, 2, "fault"), (7.0, 1, "fault")],
+    ids=["close and second", "close but third", "second but far"],
+)
+def test_a_tie_is_the_second_choice_within_rounding(monkeypatch, second, found, verdict):
+    from treegraft.bench import check
+
+    target = hashed_model(3, seed=0)
+    target.logits = lambda text: torch.tensor([8.0, second, -5.0])
+    monkeypatch.setattr(check, "arithmetic_type", lambda model: torch.bfloat16)
+    judged = check._judge(target, "p", "greedy", (1,), (0,), (found,), Sampling())
+    assert isinstance(judged, Verdict)
+    assert judged.verdict == verdict
+    exact = replace(judged.choice, tie_within=0.0)
+    assert exact.gap == judged.choice.gap

@@ -1,0 +1,156 @@
+"""A user's mistake is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from treegraft.cli import app as cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "generate -p x",
+            "a config (-c FILE) or a target (--target MODEL) is needed, found neither",
+        ),
+        ("generate --target m", "one of -p TEXT and --prompts FILE is needed, found neither"),
+        (
+            "generate --target m -p x --prompts y",
+            "one of -p TEXT and --prompts FILE is needed, found both",
+        ),
+        (
+            "generate --target m --drafter lm -p x",
+            "--drafter lm needs a model: name the model itself (zoo:NAME, a local folder, or a "
+            "hub id)",
+        ),
+        (
+            "generate --target m --scheduler sometimes -p x",
+            "--scheduler must be one of never, always, fixed:NAME,NAME,... or "
+            "package.module:Class, found 'sometimes'",
+        ),
+        (
+            "generate --target m --drafter ngram --scheduler fixed:small -p x",
+            "scheduler.calls names drafter 'small', found drafters ['ngram']",
+        ),
+        (
+            "generate --target m --dtype int8 -p x",
+            "backend.dtype: Input should be 'auto', 'float32', 'float64', 'bfloat16' or "
+            "'float16', found 'int8'",
+        ),
+        ("generate --target /no/where -p x", "model '/no/where': no such folder"),
+        ("generate -c no.yaml -p x", "config 'no.yaml' cannot be read: No such file or directory"),
+        ("generate --target m --ids -p 1,x", "token ids must be whole numbers from 0, found 'x'"),
+        (
+            "generate --target m --prompts no.txt",
+            "prompts 'no.txt' cannot be read: No such file or directory",
+        ),
+        ("compare a.yaml --prompts x", "compare needs at least two configs, found 1"),
+        ("compare a.yaml b.yaml", "--prompts FILE is needed, found none"),
+        ("compare a.yaml a.yaml --prompts x", "configs must be different files"),
+        ("generte", "No such command 'generte'"),
+        ("describe --nope", "No such option: --nope"),
+        ("describe", "Missing option"),
+        ("generate -c", "requires an argument"),
+    ],
+)
+def test_mistakes_are_one_line(treegraft, arguments, message):
+    result = treegraft(*arguments.split())
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert message in result.err
+
+
+@pytest.mark.parametrize("arguments", [("--depth", "x"), ("--depth=x",)])
+def test_a_value_of_the_wrong_type_is_shown(treegraft, arguments):
+    result = treegraft("generate", *arguments)
+    assert result.code == 2
+    assert "'--depth'" in result.err
+    assert "'x'" in result.err
+    assert "integer" in result.err
+
+
+def test_bounds_of_counts(treegraft):
+    result = treegraft("compare", "a", "b", "--repeat", 0)
+    assert result.code == 2
+    assert "'--repeat'" in result.err
+    assert "1" in result.err
+
+
+def test_a_tree_option_does_not_reach_a_builder_of_ones_own(treegraft, write):
+    file = write("c.yaml", "target: {model: m}\nbuilder: {kind: 'a.b:C'}\n")
+    result = treegraft("generate", "-c", file, "--width", 3, "-p", "x")
+    assert result.err == "error: --width is an option of builder.kind 'layered', found 'a.b:C'\n"
+
+
+def test_a_device_that_is_not_there_is_named(zoo, treegraft):
+    result = treegraft("generate", "--target", zoo.target, "-p", "x", "--device", "cuda:99")
+    assert result.code == 2
+    assert "backend.device 'cuda:99' is not there: torch finds " in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_a_chat_needs_a_template(zoo, treegraft):
+    result = treegraft("generate", "--target", zoo.target, "-p", "x", "--chat")
+    assert result.code == 2
+    assert "--chat needs a tokenizer with a chat template, found none for" in result.err
+
+
+def test_an_empty_prompt_is_refused(zoo, treegraft):
+    result = treegraft("generate", "--target", zoo.target, "-p", "")
+    assert result.code == 2
+    assert result.err == "error: the prompt is empty; it needs at least one token\n"
+
+
+@pytest.mark.parametrize("place", ["treegraft.cli.app.app", "treegraft.config.load_config"])
+def test_an_interrupt_is_quiet(monkeypatch, treegraft, place):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    result = treegraft("describe", "-c", "c.yaml")
+    assert (result.code, result.out, result.err) == (130, "", "")
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
+    def broken(**_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.run([])
+
+
+def test_help_and_version(treegraft):
+    version = treegraft("--version")
+    assert version.code == 0
+    assert version.out.count(".") == 2
+    for arguments in ((), ("--help",)):
+        result = treegraft(*arguments)
+        assert result.code == 0
+        for name in ["demo", "generate", "compare", "check", "describe", "components", "schema"]:
+            assert f"  {name} " in result.out
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; from treegraft.cli import run; run(['--help']); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "treegraft", "components"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert done.stderr == b""

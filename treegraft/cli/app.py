@@ -1,0 +1,102 @@
+"""The command line: commands, and what becomes of their errors.
+
+Exit codes: 0 done, 1 a check failed, 2 a user's mistake (one line on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from treegraft import __version__
+from treegraft.cli.check import check
+from treegraft.cli.compare import compare
+from treegraft.cli.demo import demo
+from treegraft.cli.describe import components, describe, schema
+from treegraft.cli.generate import generate
+from treegraft.core.errors import TreegraftError
+
+__all__ = ["app", "main", "run"]
+
+app = typer.Typer(
+    name="treegraft",
+    help="Decode faster and change nothing: several drafters grow one draft tree, one forward of "
+    "the target verifies it.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _command in (demo, generate, compare, check, describe, components, schema):
+    app.command()(_command)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Decode faster and change nothing: several drafters grow one draft tree."""
+    if version:
+        print(__version__)
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# Command-line mistakes as typer raises them. Newer typers bring their own copy of click and export
+# only this leaf of it, so the class that all of them share is found as its root.
+_Mistake: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: that of the process) and return its exit code."""
+    try:
+        code = app(
+            args=None if arguments is None else list(arguments),
+            prog_name="treegraft",
+            standalone_mode=False,
+        )
+        sys.stdout.flush()
+    except TreegraftError as error:
+        return _mistake(str(error))
+    except _Mistake as error:
+        return _mistake(_with_value(error.format_message(), arguments))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does; nothing may be written on exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code if isinstance(code, int) else 0
+
+
+def _with_value(message: str, arguments: Sequence[str] | None) -> str:
+    """The message with the value that the user gave to the option it names, unless it says so."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    head, found_colon, _ = message.partition(":")
+    names = re.findall(r"'(-[^']+)'", head) if found_colon else []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        found = value if equals else following
+        if name in names and repr(found) not in message:
+            return f"{message}, found {found!r}"
+    return message
+
+
+def _mistake(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def main() -> None:
+    """Entry point of the ``treegraft`` command."""
+    # One's own classes are found where the command is run, as with ``python -m``; last in line, so
+    # that no file there takes the place of an installed module.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    sys.exit(run())

@@ -1,0 +1,156 @@
+"""Comparisons and statistics as tables for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from treegraft.bench.comparison import ArmSummary, Comparison
+    from treegraft.core.stats import Statistics
+
+__all__ = ["comparison_report", "slower_in_words", "statistics_report"]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    # Text and not str: names of models may hold what rich takes for markup.
+    table.add_row(*(Text(cell) for cell in cells))
+
+
+def comparison_report(comparison: Comparison) -> Group:
+    """Speed, work and seconds of every arm, and speed by kind of prompt."""
+    summaries = comparison.summaries()
+    base = comparison.arms[0]
+    parts = [_speed(summaries, base), _seconds(summaries)]
+    if any(s.statistics.drafters for s in summaries):
+        parts.append(_drafters(summaries))
+    if len(comparison.kinds) > 1:
+        parts.append(_kinds(comparison))
+    spaced: list[Table | Text] = []
+    for part in parts:
+        spaced += [part, Text("")]
+    return Group(*spaced[:-1])
+
+
+def _speed(summaries: list[ArmSummary], base: str) -> Table:
+    table = _table(
+        "Speed (tokens per second of decoding, prefill included)",
+        "config",
+        "tokens/s",
+        f"x {base}",
+        "median",
+        "10-90 %",
+        "tokens/call",
+        "new tokens",
+        "target calls",
+        "tokens",
+    )
+    for s in summaries:
+        n = len(s.differences)
+        _row(
+            table,
+            s.name,
+            f"{s.statistics.tokens_per_second:.1f}",
+            f"{s.ratio.total:.2f}",
+            f"{s.ratio.median:.2f}",
+            f"{s.ratio.low:.2f}-{s.ratio.high:.2f}",
+            f"{s.statistics.mean_accepted_length:.2f}",
+            str(s.statistics.new_tokens),
+            str(s.statistics.target_calls),
+            "identical" if s.identical else f"DIFFER in {n} texts",
+        )
+    return table
+
+
+def _seconds(summaries: list[ArmSummary]) -> Table:
+    stages = list(summaries[0].seconds)
+    table = _table("Shares of the seconds", "config", "seconds", *stages, "no forward")
+    for s in summaries:
+        total = sum(s.seconds.values())
+        shares = [f"{seconds / max(total, 1e-9):.0%}" for seconds in s.seconds.values()]
+        overhead = f"{s.statistics.overhead_share:.0%}"
+        _row(table, s.name, f"{total:.2f}", *shares, overhead)
+    table.caption = "no forward: neither in a forward of the target (prefill too) nor of a drafter"
+    table.caption_justify = "left"
+    return table
+
+
+def _drafters(summaries: list[ArmSummary]) -> Table:
+    columns = ("config", "drafter", "calls", "seconds", "drafted", "kept", "accepted")
+    table = _table("Drafters (nodes by the drafter that proposed them)", *columns)
+    table.columns[1].justify = "left"
+    for s in summaries:
+        for name, figures in _by_drafter(s.statistics).items():
+            _row(table, s.name, name, *figures)
+    return table
+
+
+def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
+    s = statistics
+    return {
+        name: (
+            str(s.calls[i]),
+            f"{s.drafter_seconds[name]:.2f}",
+            str(s.drafted[i]),
+            str(s.kept[i]),
+            str(s.accepted[i]),
+        )
+        for i, name in enumerate(s.drafters)
+    }
+
+
+def _kinds(comparison: Comparison) -> Table:
+    base, *others = comparison.arms
+    table = _table(f"Ratio to {base} by kind of prompt", "kind", "prompts", *others)
+    for kind, n in comparison.kinds.items():
+        ratios = [f"{comparison.ratio(arm, kind).total:.2f}" for arm in others]
+        _row(table, kind, str(n), *ratios)
+    return table
+
+
+def slower_in_words(comparison: Comparison) -> list[str]:
+    """One sentence for each arm that is slower than the first."""
+    base = comparison.arms[0]
+    return [
+        f"{s.name} is slower than {base} on these prompts: {s.ratio.total:.2f} times its speed."
+        for s in comparison.summaries()[1:]
+        if s.ratio.total < 1.0
+    ]
+
+
+def statistics_report(statistics: Statistics) -> Group:
+    """The figures of a run with their definitions."""
+    from treegraft.bench.comparison import stage_seconds
+    from treegraft.core.stats import DEFINITIONS
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    figures = {
+        "new_tokens": f"{statistics.new_tokens}",
+        "target_calls": f"{statistics.target_calls}",
+        "mean_accepted_length": f"{statistics.mean_accepted_length:.2f}",
+        "tokens_per_second": f"{statistics.tokens_per_second:.1f}",
+        "tokens_per_second_decode": f"{statistics.tokens_per_second_decode:.1f}",
+    }
+    for key, value in figures.items():
+        table.add_row(Text(key), Text(value), Text(DEFINITIONS[key], style="dim"))
+    seconds = ", ".join(f"{k} {v:.3f}" for k, v in stage_seconds(statistics).items())
+    parts: list[Table | Text] = [table, Text(f"seconds: {seconds}")]
+    if statistics.drafters:
+        drafters = _table("", "drafter", "calls", "seconds", "drafted", "kept", "accepted")
+        for name, cells in _by_drafter(statistics).items():
+            _row(drafters, name, *cells)
+        parts.append(drafters)
+    return Group(*parts)
