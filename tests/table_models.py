@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -75,12 +76,16 @@ class TableModel(LanguageModel):
 def hashed_model(vocab_size: int, seed: int, order: int = 2, scale: float = 3.0) -> TableModel:
     """Logits that are a fixed random function of the last ``order`` tokens."""
 
-    def logits(text: Sequence[int]) -> Tensor:
+    @lru_cache(maxsize=4096)
+    def after(tail: tuple[int, ...]) -> Tensor:
         key = seed
-        for token in text[-order:]:
+        for token in tail:
             key = (key * 1_000_003 + token + 1) % (2**31 - 1)
         generator = torch.Generator().manual_seed(key)
         return torch.randn(vocab_size, generator=generator) * scale
+
+    def logits(text: Sequence[int]) -> Tensor:
+        return after(tuple(text[-order:]))
 
     return TableModel(logits, vocab_size, name=f"hashed-{seed}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,11 @@ def test_the_policy_of_ones_own_runs_and_changes_no_token(
     source = next(block for block in blocks("python") if "class FrontierGraft" in block)
     assert len(source.splitlines()) <= 30
     (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "__init__.py").write_text("", encoding="utf-8")
     (tmp_path / "my_lab" / "grafts.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+    # Another test's module of this name may be loaded.
+    monkeypatch.delitem(sys.modules, "my_lab", raising=False)
     graft = yaml.safe_load(blocks("yaml")[1])["graft"]
     target = hashed_model(30, seed=1)
     drafter = mixed_model(target, hashed_model(30, seed=2), share=0.3)

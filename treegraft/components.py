@@ -98,7 +98,7 @@ def build_component(role: str, config: BaseModel, *extra: Any) -> Any:
     if not isinstance(config, CustomConfig):
         return found(config, *extra)
     try:
-        return found(**config.params)
+        made = found(**config.params)
     except TreegraftError:
         raise
     except Exception as error:
@@ -106,3 +106,13 @@ def build_component(role: str, config: BaseModel, *extra: Any) -> Any:
             f"{role}.kind {config.kind!r} cannot be built from params {config.params}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if role == "builder":
+        # Data of the role, which an ABC cannot ask for.
+        for name in ("depth", "width", "budget"):
+            value = getattr(made, name, None)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(
+                    f"{role}.kind {config.kind!r} must set {name} to an integer from 0, "
+                    f"found {value!r}"
+                )
+    return made

@@ -152,7 +152,10 @@ class PipelineConfig(_Strict):
 
     target: TargetConfig
     drafters: tuple[DrafterConfig, ...] = Field(
-        (), description="Cheapest first; an empty list is plain decoding."
+        (),
+        # A working tree notes who has expanded a node in the bits of an int64.
+        max_length=63,
+        description="Cheapest first; an empty list is plain decoding.",
     )
     builder: BuilderConfig = LayeredConfig()
     graft: GraftConfig = TreegraftConfig()

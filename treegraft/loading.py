@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from treegraft.backends.sources import resolve
+from treegraft.backends.sources import check_device, resolve
 from treegraft.backends.vocabulary import check_vocabularies
 from treegraft.config import BackendConfig
 from treegraft.core.language_model import LanguageModel
@@ -35,6 +35,7 @@ class Loader:
         if source not in self._models:
             from treegraft.backends.hf import load_model
 
+            check_device(self._backend.device)
             attention = self._backend.attention
             self._models[source] = load_model(
                 source,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import networkx as nx
@@ -96,7 +97,13 @@ class Pipeline:
                 )
             tokens = list(self.tokenizer(prompt)["input_ids"])
         else:
-            tokens = [int(token) for token in prompt]
+            try:
+                tokens = [index(token) for token in prompt]
+            except TypeError:
+                raise PromptError(
+                    "a prompt must be text or a flat list of token ids, found "
+                    f"{type(prompt).__name__} of something else"
+                ) from None
         if not tokens:
             raise PromptError("the prompt is empty; it needs at least one token")
         n_ids = self.target.vocab_size

@@ -88,12 +88,16 @@ class ReferenceTree(TreeBackend):
     def reset_(self, token: int, max_depth: int) -> None:
         self._max_depth = max_depth
         self.graph = nx.DiGraph()
-        self.graph.add_node(ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY)
+        self.graph.add_node(
+            ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set()
+        )
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         n_paths, length = proposals.tokens.shape
         nodes = torch.full((n_paths, length), -1, dtype=torch.int64)
         above = proposals.positions.tolist()
+        for node in above:
+            self.graph.nodes[node]["visitors"].add(source)
         alive = list(range(n_paths))
         # Level by level, so that the numbering does not depend on which path comes first.
         for step in range(length):
@@ -129,7 +133,9 @@ class ReferenceTree(TreeBackend):
                 return int(node)
         node = self.n_nodes
         scorer = source if overwrite or score > -math.inf else NOBODY
-        self.graph.add_node(node, token=token, edge=score, source=source, scorer=scorer)
+        self.graph.add_node(
+            node, token=token, edge=score, source=source, scorer=scorer, visitors=set()
+        )
         self.graph.add_edge(parent, node)
         return node
 
@@ -139,9 +145,16 @@ class ReferenceTree(TreeBackend):
             score = -math.inf if math.isnan(score) else min(score, 0.0)
             self.graph.nodes[node].update(edge=score, scorer=source)
 
-    def best(self, width: int, min_depth: int, max_depth: int) -> Tensor:
+    def best(
+        self, width: int, min_depth: int, max_depth: int, unvisited_by: int | None = None
+    ) -> Tensor:
         depth = self.depth.tolist()
-        nodes = [v for v in range(self.n_nodes) if min_depth <= depth[v] <= max_depth]
+        nodes = [
+            v
+            for v in range(self.n_nodes)
+            if min_depth <= depth[v] <= max_depth
+            and unvisited_by not in self.graph.nodes[v]["visitors"]
+        ]
         nodes.sort(key=lambda v: (-self._sum(v), v))
         return torch.tensor(nodes[:width], dtype=torch.int64)
 

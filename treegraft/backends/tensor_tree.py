@@ -42,6 +42,8 @@ class TensorTree(TreeBackend):
         self._edge = np.zeros(n_slots, dtype=np.float32)
         self._logprob = np.zeros(n_slots, dtype=np.float32)
         self._lineage = np.zeros((n_slots, n_slots), dtype=np.bool_)
+        # Bit i: drafter i has hung paths here.
+        self._visited = np.zeros(n_slots, dtype=np.int64)
 
     def _grow(self, n_nodes: int) -> None:
         old = {name: held for name, held in vars(self).items() if isinstance(held, np.ndarray)}
@@ -92,6 +94,7 @@ class TensorTree(TreeBackend):
         self._token[ROOT] = token
         self._lineage[ROOT] = False
         self._lineage[ROOT, ROOT] = True
+        self._visited[ROOT] = 0
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         tokens, scores = proposals.tokens.numpy(), _own(proposals.logprobs)
@@ -99,6 +102,7 @@ class TensorTree(TreeBackend):
         nodes = np.full((n_paths, length), -1, dtype=np.int64)
         alive: NDArray[np.int64] = np.arange(n_paths)
         above = proposals.positions.numpy()
+        self._visited[above] |= 1 << source
         stale = False
         for step in range(length):
             token = tokens[alive, step]
@@ -149,6 +153,7 @@ class TensorTree(TreeBackend):
             self._scorer[new] = source if overwrite else np.where(own > -np.inf, source, NOBODY)
             self._edge[new] = own
             self._logprob[new] = self._logprob[parent] + own
+            self._visited[new] = 0
             self._lineage[new] = self._lineage[parent]
             diagonal = np.arange(n, end)
             self._lineage[diagonal, diagonal] = True
@@ -182,9 +187,14 @@ class TensorTree(TreeBackend):
         self._scorer[1:n] = source
         self._accumulate_()
 
-    def best(self, width: int, min_depth: int, max_depth: int) -> Tensor:
+    def best(
+        self, width: int, min_depth: int, max_depth: int, unvisited_by: int | None = None
+    ) -> Tensor:
         depth = self._depth[: self._n]
-        nodes = ((depth >= min_depth) & (depth <= max_depth)).nonzero()[0]
+        eligible = (depth >= min_depth) & (depth <= max_depth)
+        if unvisited_by is not None:
+            eligible &= self._visited[: self._n] & (1 << unvisited_by) == 0
+        nodes = eligible.nonzero()[0]
         return torch.from_numpy(nodes[_falling(self._logprob[nodes])[:width]])
 
     def rank(self, nodes: Tensor, match: Tensor, width: int) -> Tensor:

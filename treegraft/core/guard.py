@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from treegraft.core.errors import DrafterError
+from treegraft.core.errors import DrafterError, TreeError
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.roles import Commit, Context, Drafter, ScoringDrafter, TreeBackend
 from treegraft.core.stopwatch import DRAFTER, FORWARD, Stopwatch
@@ -44,13 +44,15 @@ class _Boundary:
     ) -> Proposals:
         with self.call("propose"):
             proposals = drafter.propose(tree, positions, width)
-            if isinstance(proposals, Proposals):
-                proposals.check(tree.n_nodes)
-        if not isinstance(proposals, Proposals):
-            raise DrafterError(
-                f"drafter {self.name!r} must return Proposals from propose, found "
-                f"{type(proposals).__name__}"
-            )
+            if not isinstance(proposals, Proposals):
+                raise TypeError(f"Proposals must be returned, found {type(proposals).__name__}")
+            proposals.check(tree.n_nodes)
+            n_paths, n_positions = proposals.positions.shape[0], positions.shape[0]
+            if n_paths > n_positions * width:
+                raise TreeError(
+                    f"at most {width} paths under each of {n_positions} positions were asked for, "
+                    f"found {n_paths}"
+                )
         return proposals
 
 

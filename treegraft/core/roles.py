@@ -43,7 +43,7 @@ class Context:
     tokens : the prompt's ids, at least one.
     capacity : most tokens the text can come to hold, prompt included.
     vocab_size : number of ids that may be proposed; others are dropped.
-    top : the target at places 1..len(tokens)-1, or None if no drafter asked.
+    top : the target at places 1..len(tokens)-1, or None if no drafter asked or there are none.
     """
 
     tokens: Sequence[int]
@@ -72,7 +72,9 @@ class Commit:
 class TreeBackend(ABC):
     """The working tree of one decoding step, and every operation a policy may ask of it.
 
-    Nodes are numbered in the order they were added, so a parent's number is below its child's.
+    Nodes are numbered in the order they were added, so a parent's number is below its child's. The
+    columns (``token``, ``parent``, ...) may be views of the tree's own memory: read them, and write
+    through the operations only.
     Two implementations give equal results: ``backends/reference.py`` (networkx, the specification)
     and ``backends/tensor_tree.py``.
     """
@@ -143,8 +145,13 @@ class TreeBackend(ABC):
         """Replace every node's own log q by ``logprobs`` float32 [N] (root ignored), top down."""
 
     @abstractmethod
-    def best(self, width: int, min_depth: int, max_depth: int) -> Tensor:
-        """int64 [<= width]: best-scored nodes within the depths, best first, oldest on ties."""
+    def best(
+        self, width: int, min_depth: int, max_depth: int, unvisited_by: int | None = None
+    ) -> Tensor:
+        """int64 [<= width]: best-scored nodes within the depths, best first, oldest on ties.
+
+        With ``unvisited_by``, nodes under which that drafter already hung paths are left out.
+        """
 
     @abstractmethod
     def rank(self, nodes: Tensor, match: Tensor, width: int) -> Tensor:

@@ -23,6 +23,12 @@ class TreegraftConfig(BaseModel):
         description="How many layers above the frontier a scoring drafter may take up again; "
         "a larger lookback recovers more paths that a weak drafter left unexplored.",
     )
+    revisit: bool = Field(
+        False,
+        description="Whether a position that the same drafter already expanded in this step may "
+        "be taken again, as in the paper. It brings no new node and uses up a place: with a width "
+        "of 1 the tree then never gets deeper than one edge.",
+    )
 
 
 @final
@@ -36,6 +42,7 @@ class TreegraftGraft(GraftPolicy):
 
     def __init__(self, config: TreegraftConfig) -> None:
         self._lookback = config.lookback
+        self._revisit = config.revisit
 
     def visit(
         self, tree: TreeBackend, drafter: Drafter, index: int, frontier: Tensor, width: int
@@ -45,7 +52,14 @@ class TreegraftGraft(GraftPolicy):
         if isinstance(drafter, ScoringDrafter):
             tree.rescore_(drafter.score(tree), index)
             depth = tree.depth[frontier]
-            positions = tree.best(width, int(depth.min()) - self._lookback, int(depth.max()))
+            positions = tree.best(
+                width,
+                int(depth.min()) - self._lookback,
+                int(depth.max()),
+                unvisited_by=None if self._revisit else index,
+            )
+            if positions.shape[0] == 0:  # all within the lookback is expanded already
+                return Touched(positions, positions)
         proposals = drafter.propose(tree, positions, width)
         paths = tree.add_(proposals, index, overwrite=scores)
         return Touched(paths[:, 0], proposals.match)
