@@ -131,8 +131,17 @@ def test_no_script_of_drafters_changes_the_text(
         ("propose", "value", "drafter 'bad' failed in propose: ValueError: no such thing"),
         ("score", "value", "drafter 'bad' failed in score: ValueError: no such thing"),
         ("propose", "own", "drafter 'bad' failed in propose: DrafterError: out of ideas"),
-        ("propose", "none", "drafter 'bad' failed in propose: TypeError: Proposals must be returned, found NoneType"),
-        ("propose", "list", "drafter 'bad' failed in propose: TypeError: Proposals must be returned, found list"),
+        (
+            "propose",
+            "none",
+            "drafter 'bad' failed in propose: TypeError: Proposals must be returned, "
+            "found NoneType",
+        ),
+        (
+            "propose",
+            "list",
+            "drafter 'bad' failed in propose: TypeError: Proposals must be returned, found list",
+        ),
         (
             "propose",
             "no_column",
@@ -318,5 +327,7 @@ def test_a_target_cache_that_could_not_grow_is_opened_anew() -> None:
 
 def test_more_paths_than_were_asked_for_are_refused_before_they_fill_the_memory() -> None:
     made = pipeline(own("Scripted", paths=[[1]] * (V + 1)) | {"name": "greedy"})
-    with pytest.raises(DrafterError, match="drafter 'greedy' failed in propose: TreeError: at most"):
+    with pytest.raises(
+        DrafterError, match="drafter 'greedy' failed in propose: TreeError: at most"
+    ):
         made.generate(PROMPT)

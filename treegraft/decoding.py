@@ -221,8 +221,8 @@ class Decoding:
             if limit is None or len(self.history.tokens) + int(tree.depth.max()) <= limit:
                 return index
             notice = (
-                f"drafter {self.parts.names[index]!r} is left out where text and draft tree pass its "
-                f"context limit of {limit} tokens"
+                f"drafter {self.parts.names[index]!r} is left out where text and draft tree pass "
+                f"its context limit of {limit} tokens"
             )
             if notice not in self.notices:
                 self.notices.append(notice)

@@ -15,8 +15,8 @@ DEFINITIONS = {
     "drafted": "nodes in the working trees, by the drafter that proposed them",
     "kept": "nodes that the target read, by the drafter that proposed them",
     "accepted": "nodes that were committed, by the drafter that proposed them",
-    "acceptance_by_depth": "share of steps whose accepted path reached each depth, from 1 (before a "
-    "stop cut it)",
+    "acceptance_by_depth": "share of steps whose accepted path (before a stop cut it) reached each "
+    "depth, from 1",
     "calls": "visits of each drafter (layers in which it acted)",
     "calls_by_layer": "visits of each drafter in each layer, from 1",
     "seconds": "wall time by stage: prefill, target (tree forwards), each drafter, tree "
