@@ -197,3 +197,18 @@ def test_a_stream_ends_with_the_text_of_the_result(strings: list[str]) -> None:
     assert all(chunk.generation is None for chunk in chunks[:-1])
     assert "".join(chunk.text or "" for chunk in chunks) == last.text
     assert [token for chunk in chunks for token in chunk.tokens] == last.tokens
+
+
+def test_bytes_that_are_no_text_do_not_hold_a_stream_back_for_ever() -> None:
+    class Bytes:
+        n_decoded = 0
+
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+            self.n_decoded += len(token_ids)
+            return bytes(token_ids).decode(errors="replace")
+
+    tokenizer = Bytes()
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([0xFF]) for _ in range(400)]
+    assert "".join(pieces) + stream.flush() == "\ufffd" * 400
+    assert tokenizer.n_decoded < 400 * 20

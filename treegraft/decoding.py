@@ -5,14 +5,15 @@ Shapes: N nodes of the verified tree, K kv span, n committed tokens of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treegraft.core.errors import TreegraftError
+from treegraft.core.errors import PolicyError, TreeError, TreegraftError
 from treegraft.core.language_model import LanguageModel, extend
 from treegraft.core.roles import (
     Commit,
@@ -81,6 +82,7 @@ class Decoding:
     notices: list[str] = field(default_factory=list)
     _capacity: int = 0
     _top_k: int | None = None
+    _own_nan: bool = False
     _noise: Noise = field(init=False)
     _tree: TreeBackend = field(init=False)
 
@@ -131,11 +133,14 @@ class Decoding:
         parts = self.parts
         n_kv = len(self.history.tokens) - 1
         tree, calls, drafted = self._draft()
-        with parts.watch.stage("target"):
-            logits = self._forward(tree, n_kv)
+        logits = self._forward(tree, n_kv)
+        # One column tells: a NaN in a node's state is in all its logits.
+        if bool(logits[:, 0].isnan().any()):
+            tree, logits = self._without_draft(tree, logits)
         with parts.watch.stage("verify"):
             target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
-            verdict = parts.verifier.verdict(tree, target)
+            with _named("verifier", parts.verifier, "verdict"):
+                verdict = parts.verifier.verdict(tree, target)
             tokens = self._cut(verdict.tokens)
             path = verdict.path[: len(tokens)]
             self.history.extend(tokens)
@@ -144,7 +149,6 @@ class Decoding:
             if self._top_k is not None:
                 rows = [ROOT, *verdict.path][: len(tokens)]
                 top = self._top(logits[rows], tokens)
-        with parts.watch.stage("target"):
             # A first chain already sits where it belongs.
             moved = [(i, j + 1) for j, i in enumerate(path) if i != j + 1]
             if moved and self.finish_reason is None:
@@ -167,7 +171,8 @@ class Decoding:
             accepted=_count([source[i] for i in path], n),
             seconds=parts.watch.lap(),
         )
-        parts.scheduler.finish(record)
+        with parts.watch.stage("scheduler"), _named("scheduler", parts.scheduler, "finish"):
+            parts.scheduler.finish(record)
         return tokens, record
 
     def _draft(self) -> tuple[TokenTree, tuple[int, ...], tuple[int, ...]]:
@@ -194,26 +199,47 @@ class Decoding:
                         tree=tree,
                         frontier=frontier,
                     )
-                    index = self._within_limit(parts.scheduler.choose(state), tree)
+                    with _named("scheduler", parts.scheduler, "choose"):
+                        chosen = parts.scheduler.choose(state)
+                    index = self._within_limit(chosen, tree)
                 if index is None:
                     break
                 calls.append(index)
                 drafter = parts.drafters[index]
-                touched = parts.graft.visit(tree, drafter, index, frontier, parts.builder.width)
-                reached = parts.builder.frontier(tree, touched, layer)
+                with _named("graft", parts.graft, "visit"):
+                    touched = parts.graft.visit(tree, drafter, index, frontier, parts.builder.width)
+                with _named("builder", parts.builder, "frontier"):
+                    reached = parts.builder.frontier(tree, touched, layer)
                 # A layer that found nothing leaves the frontier to the next drafter.
                 if reached.shape[0]:
                     frontier = reached
                 if not frontier.shape[0]:
                     break
-            pruned = parts.builder.prune(tree)
+            with _named("builder", parts.builder, "prune"):
+                pruned = parts.builder.prune(tree)
+            self._check(pruned, max_depth)
             return pruned, tuple(calls), _count(tree.source.tolist(), n)
+
+    def _check(self, tree: TokenTree, max_depth: int) -> None:
+        """TreeError if what is to be verified is no tree over the committed text.
+
+        Grafts and builders may be anybody's; with this they can waste time but change no token.
+        """
+        tree.check()
+        root, last = int(tree.token[ROOT]), self.history.tokens[-1]
+        if root != last:
+            raise TreeError(f"the draft tree's root must hold the last token {last}, found {root}")
+        budget, deepest = self.parts.builder.budget, int(tree.depth.max())
+        if len(tree) > budget + 1:
+            raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
+        if deepest > max_depth:
+            raise TreeError(f"the text has room for a depth of {max_depth}, found {deepest}")
 
     def _within_limit(self, index: int | None, tree: TreeBackend) -> int | None:
         """The chosen drafter, or the next cheaper one whose context still has room."""
         n = len(self.parts.drafters)
-        if index is not None and not 0 <= index < n:
-            raise TreegraftError(
+        if index is not None and (type(index) is not int or not 0 <= index < n):
+            raise PolicyError(
                 f"the scheduler must choose a drafter 0..{n - 1} or None, found {index!r}"
             )
         while index is not None:
@@ -235,9 +261,37 @@ class Decoding:
         rows = torch.arange(n_kv, n_kv + n)
         visible = torch.ones(n, n_kv + n, dtype=torch.bool)
         visible[:, n_kv:] = tree.ancestors
-        return self.parts.target.forward(
-            self.cache.content, tree.token, rows, n_kv + tree.depth, visible
+        positions = n_kv + tree.depth
+        with self.parts.watch.stage("target"):
+            return self.parts.target.forward(
+                self.cache.content, tree.token, rows, positions, visible
+            )
+
+    def _without_draft(self, tree: TokenTree, logits: Tensor) -> tuple[TokenTree, Tensor]:
+        """The step over the bare root and a clean cache, after NaN turned up in the logits.
+
+        A masked row weighs 0, but 0 times NaN is NaN: one node whose keys or values are not finite
+        (an untrained embedding row, an overflow in half precision) spoils every node, and whatever
+        reads its row later. What is NaN without any draft is the model's own.
+        """
+        if self._own_nan:
+            return tree, logits
+        target, text = self.parts.target, self.history.tokens
+        with self.parts.watch.stage("target"):
+            self.cache.content = target.new_cache(self.cache.rows)
+            for _ in extend(target, self.cache.content, text[:-1], 0, last_only=True):
+                pass
+        bare = TokenTree.root_only(text[-1])
+        logits = self._forward(bare, len(text) - 1)
+        self._own_nan = bool(logits[:, 0].isnan().any())
+        notice = (
+            f"target {target.name!r} gives NaN for this text"
+            if self._own_nan
+            else f"a draft made target {target.name!r} give NaN; such steps are decoded without it"
         )
+        if notice not in self.notices:
+            self.notices.append(notice)
+        return bare, logits
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
         """The tokens up to the first that ends the text; sets ``finish_reason`` if one does."""
@@ -256,6 +310,19 @@ class Decoding:
             if self.finish_reason is not None:
                 break
         return kept
+
+
+@contextmanager
+def _named(role: str, part: object, method: str) -> Iterator[None]:
+    """Turn whatever a policy raises into one line that says whose fault it is."""
+    try:
+        yield
+    except TreegraftError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"{role} {type(part).__name__!r} failed in {method}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _count(sources: Sequence[int], n_drafters: int) -> tuple[int, ...]:

@@ -22,7 +22,10 @@ class Loader:
         self._given = frozenset(models)
         self._models = models
         self._tokenizers: dict[str, tuple[Any, str]] = {}
-        self.no_tokenizer = ""
+
+    def give_tokenizer(self, source: str, tokenizer: Any) -> None:
+        """Use ``tokenizer`` for the model of this name instead of the one beside it."""
+        self._tokenizers[source] = (tokenizer, "")
 
     def check_sources(self, sources: Iterable[str]) -> None:
         """ConfigError for the first name that leads nowhere, before anything is loaded."""
@@ -46,16 +49,21 @@ class Loader:
         return self._models[source]
 
     def tokenizer(self, source: str) -> Any:
-        """The tokenizer beside the model, or None; ``no_tokenizer`` then says why."""
-        if source in self._given:
-            self.no_tokenizer = f"model {source!r} was handed in without one"
-            return None
+        """The tokenizer of the model, or None; ``no_tokenizer`` says why."""
+        return self._tokenizer(source)[0]
+
+    def no_tokenizer(self, source: str) -> str:
+        """Why the model of this name has no tokenizer; empty if it has one."""
+        return self._tokenizer(source)[1]
+
+    def _tokenizer(self, source: str) -> tuple[Any, str]:
         if source not in self._tokenizers:
+            if source in self._given:
+                return None, f"model {source!r} was handed in without one"
             from treegraft.backends.hf import load_tokenizer
 
             self._tokenizers[source] = load_tokenizer(source)
-        tokenizer, self.no_tokenizer = self._tokenizers[source]
-        return tokenizer
+        return self._tokenizers[source]
 
     def eos(self, source: str) -> tuple[int, ...]:
         """Ids that end a text, as the model's generation settings have them."""

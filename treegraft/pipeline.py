@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -90,6 +91,13 @@ class Pipeline:
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked; PromptError in one line before any forward."""
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise PromptError(
+                    f"a text prompt must be valid Unicode, found {prompt[error.start]!r} at "
+                    f"character {error.start}"
+                ) from None
             if self.tokenizer is None:
                 raise PromptError(
                     f"a text prompt needs a tokenizer, found none ({self._no_tokenizer}); "
@@ -98,6 +106,9 @@ class Pipeline:
             tokens = list(self.tokenizer(prompt)["input_ids"])
         else:
             try:
+                # Sets and mappings have no order, and bytes are text that nobody decoded.
+                if isinstance(prompt, bytes | Set | Mapping):
+                    raise TypeError
                 tokens = [index(token) for token in prompt]
             except TypeError:
                 raise PromptError(
@@ -175,8 +186,7 @@ class Pipeline:
         self._current = decoding
         watch = self._parts.watch
         watch.lap()
-        # no_grad around each step, not around the yield: the caller's grad mode is not ours.
-        with torch.no_grad():
+        with _own_modes():
             decoding.prefill()
         prefill = watch.lap()
         stream = TextStream(self.tokenizer) if self.tokenizer is not None else None
@@ -187,16 +197,18 @@ class Pipeline:
                     "this stream ended when its pipeline began another text; "
                     "build a pipeline for each text that runs at the same time"
                 )
+            # The caller held the generator: that time is not ours.
             watch.skip()
-            with torch.no_grad():
+            with _own_modes():
                 tokens, record = decoding.step()
-            steps.append(record)
             text = stream.push(tokens) if stream is not None else None
-            if decoding.finish_reason is None:
-                yield Chunk(tokens, text, record)
-            else:
-                last = None if stream is None or text is None else text + stream.flush()
-                yield Chunk(tokens, last, record, self._finished(decoding, steps, prefill))
+            if stream is not None and decoding.finish_reason is not None:
+                text = (text or "") + stream.flush()
+            steps.append(record.with_seconds(watch.lap()))
+            generation = None
+            if decoding.finish_reason is not None:
+                generation = self._finished(decoding, steps, prefill)
+            yield Chunk(tokens, text, steps[-1], generation)
 
     def _finished(
         self, decoding: Decoding, steps: list[StepRecord], prefill: dict[str, float]
@@ -216,6 +228,20 @@ class Pipeline:
             prefill=prefill,
             notices=tuple(decoding.notices),
         )
+
+
+@contextmanager
+def _own_modes() -> Iterator[None]:
+    """No gradients, and small tensors on the host whatever the caller's default device is.
+
+    Held around each step and never across a yield, where the modes are the caller's.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        # As a context a device slows every call down, so it is entered only where it matters.
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def build_pipeline(
@@ -249,8 +275,8 @@ def build_pipeline(
     named = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
     loader.check_sources([config.target.model, *named])
     target = loader.model(config.target.model)
-    if tokenizer is None:
-        tokenizer = loader.tokenizer(config.target.model)
+    if tokenizer is not None:
+        loader.give_tokenizer(config.target.model, tokenizer)
     watch = Stopwatch()
     drafters: list[Drafter] = []
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
@@ -273,10 +299,10 @@ def build_pipeline(
         tree=lambda: tree_class(target.vocab_size),
         watch=watch,
     )
-    if tokenizer is None:
-        tokenizer = loader.tokenizer(config.target.model)
-    eos = loader.eos(config.target.model)
-    return Pipeline(config, parts, tokenizer, eos, loader.no_tokenizer)
+    source = config.target.model
+    return Pipeline(
+        config, parts, loader.tokenizer(source), loader.eos(source), loader.no_tokenizer(source)
+    )
 
 
 def _scheduler(config: PipelineConfig) -> Scheduler:

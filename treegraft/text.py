@@ -29,8 +29,9 @@ class TextStream:
         """The text that became certain with ``tokens``."""
         self._tokens.extend(tokens)
         piece = self._difference()
-        # A trailing replacement character is usually a character whose bytes are not complete.
-        if piece.endswith("\ufffd"):
+        # Replacement characters at the end are usually a character whose bytes are not complete.
+        # Of a character at most three bytes can stand there, so four are bytes that are no text.
+        if piece.endswith("\ufffd") and not piece.endswith("\ufffd" * 4):
             return ""
         self._start, self._end = self._end, len(self._tokens)
         return piece

@@ -90,7 +90,7 @@ def test_every_second_is_counted_once(plan: object) -> None:
 # --- the statistics -------------------------------------------------------------------------------
 
 
-A, B = DRAFTER + "a", DRAFTER + "b"
+A = DRAFTER + "a"
 
 
 def step(n_new: int, n_path: int, calls: tuple[int, ...], **seconds: float) -> StepRecord:
@@ -113,7 +113,7 @@ def text(*steps: StepRecord, drafters: tuple[str, ...] = ("a", "b")) -> Generati
 
 def test_figures_of_two_texts() -> None:
     first = text(step(3, 2, (0, 1), target=2.0, **{A: 0.5}), step(1, 0, (0,), target=2.0, host=0.5))
-    second = text(step(2, 2, (1, 1, 1), target=1.0, **{B + FORWARD: 1.0}))
+    second = text(step(2, 2, (1, 1, 1), target=1.0, **{FORWARD + "b": 1.0}))
     figures = Statistics.of([first, second])
     assert (figures.new_tokens, figures.target_calls) == (6, 3)
     assert figures.mean_accepted_length == 2.0
@@ -123,14 +123,21 @@ def test_figures_of_two_texts() -> None:
     assert figures.calls == (2, 4)
     assert figures.calls_by_layer == ((2, 1), (0, 2), (0, 1))
     assert figures.acceptance_by_depth == (2 / 3, 2 / 3)
-    # All that happens before the first step is prefill, whoever did it.
-    assert figures.seconds["prefill"] == 3.0
-    assert figures.total_seconds == 3.0 + 5.0 + 0.5 + 0.5 + 1.0
+    # What a drafter does before the first step is the drafter's.
+    assert figures.seconds["prefill"] == 2.0
+    assert figures.total_seconds == 2.0 + 5.0 + 1.5 + 0.5 + 1.0
     assert figures.tokens_per_second == 6 / 10.0
-    assert figures.tokens_per_second_decode == 6 / 7.0
-    assert figures.drafter_seconds == {"a": 0.5, "b": 1.0}
-    # Neither a forward of the target nor of a drafter: 0.5 s of a's look-ups, 0.5 s of host.
-    assert figures.overhead_share == pytest.approx(1.0 / 10.0)
+    assert figures.tokens_per_second_decode == 6 / 8.0
+    assert figures.drafter_seconds == {"a": 1.5, "b": 1.0}
+    # Neither a forward of the target nor of a drafter: 1.5 s of a's look-ups, 0.5 s of host.
+    assert figures.overhead_share == pytest.approx(2.0 / 10.0)
+
+
+def test_names_of_drafters_never_share_a_stage() -> None:
+    """A drafter may be called like another one's stage."""
+    names = ("a", "forward:a", "drafter:a")
+    stages = [prefix + name for name in names for prefix in (DRAFTER, FORWARD)]
+    assert len(set(stages)) == len(stages)
 
 
 def test_every_figure_that_is_handed_out_is_defined() -> None:

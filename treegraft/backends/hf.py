@@ -102,6 +102,11 @@ class HFLanguageModel(LanguageModel):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.forward(cache, tokens, rows, positions, visible, last_only)
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            # The cache holds keys and values in the dtype of the weights.
+            with torch.autocast(kind, enabled=False):
+                return self.forward(cache, tokens, rows, positions, visible, last_only)
         if self.model.training:
             with self._evaluating():
                 return self._forward(cache, tokens, rows, positions, visible, last_only)
@@ -192,7 +197,8 @@ class HFLanguageModel(LanguageModel):
 
     def _plain(self, tokens: Tensor) -> Tensor:
         """The bare model on whole texts: int64 [B, T] to logits [B, T, V]."""
-        with torch.no_grad(), self._evaluating():
+        plain = torch.autocast(self.device.type, enabled=False)
+        with torch.no_grad(), plain, self._evaluating():
             out = self.model(input_ids=tokens.to(self.device), use_cache=False, return_dict=True)
             return out.logits  # type: ignore[no-any-return]
 

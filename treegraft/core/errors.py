@@ -28,5 +28,9 @@ class TreeError(TreegraftError):
     """A draft tree or a proposal breaks one of the laws in core/tree.py."""
 
 
+class PolicyError(TreegraftError):
+    """A graft policy, builder, scheduler or verifier raised; names its class and method."""
+
+
 class DrafterError(TreegraftError):
     """A drafter raised, or returned something that is no valid proposal; names the drafter."""

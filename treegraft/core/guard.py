@@ -116,7 +116,7 @@ class TimedModel(LanguageModel):
 
     def __init__(self, model: LanguageModel, name: str, watch: Stopwatch) -> None:
         self._model = model
-        self._stage = DRAFTER + name + FORWARD
+        self._stage = FORWARD + name
         self._watch = watch
         self.name = model.name
         self.vocab_size = model.vocab_size

@@ -171,6 +171,8 @@ class Drafter(ABC):
 
     Attributes
     ----------
+    Both are read when the pipeline is built.
+
     target_top : how many of the target's top tokens it wants to see at every place of the text (0:
         only the logprob of the token that stands there; None: it does not look at the target).
     limit : longest text in tokens that it can draft for, or None. Past it the pipeline calls the
@@ -186,7 +188,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe(self, commit: Commit) -> None:
-        """Take note of committed tokens; called once per step, also when it was not asked."""
+        """Take note of committed tokens; called after each step but the last of a text."""
 
     @abstractmethod
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:

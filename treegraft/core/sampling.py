@@ -113,7 +113,8 @@ def process(
 
     Returns
     -------
-    float [V] logits, -inf where a token is excluded; at least one entry is finite.
+    float [V] logits, -inf where a token is excluded. One entry at least is finite unless ``eos``
+    covers the vocabulary before ``min_new_tokens``.
     """
     if sampling.repetition_penalty != 1.0:
         seen = history.seen(logits.shape[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treegraft.core.stopwatch import DRAFTER, FORWARD
@@ -19,12 +19,14 @@ DEFINITIONS = {
     "depth, from 1",
     "calls": "visits of each drafter (layers in which it acted)",
     "calls_by_layer": "visits of each drafter in each layer, from 1",
-    "seconds": "wall time by stage: prefill, target (tree forwards), each drafter, tree "
-    "(operations on the working tree), scheduler, verify (sampling and walk), host (the rest)",
-    "overhead_share": "share of all seconds that is neither prefill nor a forward of the target or "
-    "of a drafter's model",
-    "tokens_per_second": "new tokens per second of decoding, prefill included",
-    "tokens_per_second_decode": "new tokens per second, prefill excluded",
+    "seconds": "wall time by stage: prefill (the target reads the prompt), target (its forwards "
+    "over trees), forward:NAME (forwards of a drafter's model; the first one reads the prompt), "
+    "drafter:NAME (the rest of what a drafter does), tree (operations on the working tree), "
+    "scheduler, verify (sampling, walk, KV rows moved), host (everything else)",
+    "overhead_share": "share of all seconds that is neither the target's prefill nor a forward of "
+    "the target or of a drafter's model",
+    "tokens_per_second": "new tokens per second of the whole run, prefill included",
+    "tokens_per_second_decode": "new tokens per second, the target's prefill excluded",
 }
 """Metric name to its definition; printed beside the figures."""
 
@@ -50,6 +52,12 @@ class StepRecord:
     kept: tuple[int, ...]
     accepted: tuple[int, ...]
     seconds: dict[str, float]
+
+    def with_seconds(self, more: dict[str, float]) -> StepRecord:
+        """The record with time added that the step took after it was written."""
+        stages = {*self.seconds, *more}
+        total = {stage: self.seconds.get(stage, 0.0) + more.get(stage, 0.0) for stage in stages}
+        return replace(self, seconds=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +108,13 @@ class Statistics:
     def drafter_seconds(self) -> dict[str, float]:
         """Seconds that each drafter took, its model's forwards included."""
         return {
-            name: sum(self.seconds.get(DRAFTER + name + part, 0.0) for part in ("", FORWARD))
+            name: sum(self.seconds.get(stage + name, 0.0) for stage in (DRAFTER, FORWARD))
             for name in self.drafters
         }
 
     @property
     def overhead_share(self) -> float:
-        forwards = sum(self.seconds.get(DRAFTER + name + FORWARD, 0.0) for name in self.drafters)
+        forwards = sum(self.seconds.get(FORWARD + name, 0.0) for name in self.drafters)
         forwards += self.seconds.get("target", 0.0) + self.seconds["prefill"]
         return 1.0 - forwards / max(self.total_seconds, 1e-9)
 
@@ -137,10 +145,9 @@ class Statistics:
         n_layers = max((len(step.calls) for step in steps), default=0)
         n_depth = max((step.n_path for step in steps), default=0)
         seconds: dict[str, float] = {"prefill": 0.0}
-        for generation in generations:
-            seconds["prefill"] += sum(generation.prefill.values())
-        for step in steps:
-            for stage, taken in step.seconds.items():
+        laps = [generation.prefill for generation in generations]
+        for lap in [*laps, *(step.seconds for step in steps)]:
+            for stage, taken in lap.items():
                 seconds[stage] = seconds.get(stage, 0.0) + taken
         by_layer = tuple(
             tuple(sum(step.calls[layer : layer + 1] == (i,) for step in steps) for i in indices)

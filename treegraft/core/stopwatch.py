@@ -8,9 +8,9 @@ from time import perf_counter
 
 HOST = "host"
 DRAFTER = "drafter:"
-"""Prefix of a drafter's stages: its name is the user's and may be that of another stage."""
-FORWARD = ".forward"
-"""Suffix of the stage that holds the forwards of a drafter's model."""
+"""Prefix of a drafter's stage: its name is the user's and may be that of another stage."""
+FORWARD = "forward:"
+"""Prefix of the stage that holds the forwards of a drafter's model."""
 
 
 class Stopwatch:

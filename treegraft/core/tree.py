@@ -5,9 +5,10 @@ Shapes: N tree nodes, K proposed paths, C tokens of the longest path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Proposals:
     def empty() -> Proposals:
         """No path at all: a drafter that has nothing to say returns this."""
         none = torch.empty(0, dtype=torch.int64)
-        return Proposals(none, none.view(0, 1), torch.empty(0, 1), none)
+        return Proposals(none, none.view(0, 1), torch.empty(0, 1, dtype=torch.float32), none)
 
     @staticmethod
     def of_paths(
@@ -94,6 +95,10 @@ class Proposals:
                 raise TreeError(f"proposals need {name} of type int64, found {dtype}")
         if not self.logprobs.is_floating_point():
             raise TreeError(f"proposals need logprobs of a float type, found {self.logprobs.dtype}")
+            if getattr(self, name).device.type != "cpu":
+                raise TreeError(f"proposals must be on the cpu, found {name} elsewhere")
+        if self.logprobs.device.type != "cpu":
+            raise TreeError("proposals must be on the cpu, found logprobs elsewhere")
         if n_paths and int(self.match.min()) < 0:
             raise TreeError(f"proposal match must be 0 or more, found {int(self.match.min())}")
         if n_paths and (int(self.positions.min()) < 0 or int(self.positions.max()) >= n_nodes):
@@ -142,7 +147,7 @@ class TokenTree:
             token=torch.tensor([token]),
             parent=zero,
             depth=zero,
-            logprob=torch.zeros(1),
+            logprob=torch.zeros(1, dtype=torch.float32),
             source=zero + NOBODY,
             scorer=zero + NOBODY,
             ancestors=torch.ones(1, 1, dtype=torch.bool),
@@ -158,31 +163,36 @@ class TokenTree:
         return tokens[::-1]
 
     def check(self) -> None:
-        """Raise TreeError naming the first law that does not hold."""
-        n = len(self)
-        index = torch.arange(n)
-        inner = index > 0
-        above = self.parent
-        same = (above[:, None] == above) & (self.token[:, None] == self.token)
-        same = same & inner[:, None] & inner & (index[:, None] != index)
-        lineage = torch.eye(n, dtype=torch.bool)
-        for i in range(1, n):
-            lineage[i] |= lineage[int(above[i])]
-        laws = {
-            "node 0 is the root: own parent, depth 0, logprob 0": int(above[0]) == 0
-            and int(self.depth[0]) == 0
-            and float(self.logprob[0]) == 0.0,
-            "parent[i] < i": bool((above[inner] < index[inner]).all()),
-            "depth[i] = depth[parent[i]] + 1": bool(
-                (self.depth[inner] == self.depth[above][inner] + 1).all()
-            ),
-            "logprob[i] <= logprob[parent[i]]": bool((self.logprob <= self.logprob[above]).all()),
-            "siblings have different tokens": not bool(same.any()),
-            "ancestors are the path to the root": bool((lineage == self.ancestors).all()),
-        }
-        for law, holds in laws.items():
+        """Raise TreeError naming the first law that does not hold.
+
+        Cheap enough for every step: a custom builder or graft must not be able to make the target
+        read a tree that is none.
+        """
+        for law, holds in self._laws():
             if not holds:
                 raise TreeError(f"draft tree breaks the law: {law}")
+
+    def _laws(self) -> Iterator[tuple[str, bool]]:
+        """Each law and whether it holds; a law may rely on those before it."""
+        n = len(self)
+        columns = (self.token, self.parent, self.depth, self.logprob, self.source, self.scorer)
+        shapes = all(column.shape == (n,) for column in (*columns, self.node))
+        yield "columns have one entry per node", shapes and self.ancestors.shape == (n, n)
+        parent, depth = self.parent.numpy(), self.depth.numpy()
+        logprob, lineage = self.logprob.numpy(), self.ancestors.numpy()
+        own = np.arange(n)
+        root = parent[0] == 0 and depth[0] == 0 and logprob[0] == 0.0
+        yield "node 0 is the root: own parent, depth 0, logprob 0", bool(root)
+        above, inner = parent[1:], own[1:]
+        yield "parent[i] < i", bool(((above >= 0) & (above < inner)).all())
+        yield "depth[i] = depth[parent[i]] + 1", bool((depth[1:] == depth[above] + 1).all())
+        yield "logprob[i] <= logprob[parent[i]]", bool((logprob[1:] <= logprob[above]).all())
+        children = set(zip(above.tolist(), self.token[1:].tolist(), strict=True))
+        yield "siblings have different tokens", len(children) == n - 1
+        expected = lineage[parent]
+        expected[0] = False
+        expected[own, own] = True
+        yield "ancestors are the path to the root", bool((lineage == expected).all())
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,8 @@ class LmDrafter(ScoringDrafter):
         self._n_rows = 0
         self._text: list[int] = []
         self._n_kv = 0
-        self._logq = torch.empty(0, model.vocab_size, device=model.device)
+        self._spoiled = False
+        self._logq = torch.empty(0)
         self._clear_tree()
 
     def _clear_tree(self) -> None:
@@ -72,13 +73,29 @@ class LmDrafter(ScoringDrafter):
         self._rank: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._n_read = 0
         # log q of each node so far; it never changes while the committed text stands.
-        self._scores = torch.empty(0)
+        self._scores = torch.empty(0, dtype=torch.float32)
 
     def begin(self, context: Context) -> None:
         self._text = list(context.tokens)
+        self._clean_cache()
         self._n_kv = 0
         self._clear_tree()
+        # Anew for each text: it is as wide as the vocabulary, and one text may need few rows.
+        self._logq = torch.empty(
+            0, self._model.vocab_size, dtype=torch.float32, device=self._model.device
+        )
         self._reserve(context.capacity + 64)
+
+    def _clean_cache(self) -> None:
+        """Let go of a cache in which a NaN turned up.
+
+        It would reach every later node through masked weights (0 times NaN is NaN), and nothing
+        would be accepted any more. The text is read again with the next call.
+        """
+        if self._spoiled:
+            self._cache, self._n_rows, self._n_kv = None, 0, 0
+            self._n_read = 0
+            self._spoiled = False
 
     def _reserve(self, n_rows: int) -> None:
         """Make sure that the cache has so many rows; what it holds is kept."""
@@ -89,6 +106,7 @@ class LmDrafter(ScoringDrafter):
             self._n_rows = n_rows
 
     def observe(self, commit: Commit) -> None:
+        self._clean_cache()
         if self._n_read:
             ranks: list[int] = []
             for node in commit.path:
@@ -118,7 +136,7 @@ class LmDrafter(ScoringDrafter):
             if leaves.shape[0] <= self._read_ahead:
                 inner[leaves] = True
             self._read(tree, inner)
-        fresh = torch.full((n - n_done,), -torch.inf)
+        fresh = torch.full((n - n_done,), -torch.inf, dtype=torch.float32)
         known = np.flatnonzero(token[n_done:] < self._model.vocab_size)
         known = known[known + n_done > 0]
         rows, columns = self._rank[parent[n_done:][known]], token[n_done:][known]
@@ -179,6 +197,8 @@ class LmDrafter(ScoringDrafter):
             torch.from_numpy(np.concatenate([places, base + tree.depth.numpy()[nodes]])),
             torch.from_numpy(visible),
         )
+        # One column tells: a NaN in a node's state is in all its logits.
+        self._spoiled = self._spoiled or bool(logits[:, 0].isnan().any())
         self._keep(logits[n_text:].log_softmax(-1), first, last)
         self._n_kv = max(self._n_kv, base)
 

@@ -19,7 +19,9 @@ class NgramConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["ngram"] = "ngram"
-    name: str | None = Field(None, description="Name in statistics and schedules; default: kind.")
+    name: str | None = Field(
+        None, min_length=1, description="Name in statistics and schedules; default: kind."
+    )
     max_n: int = Field(
         3, ge=1, le=16, description="Longest match in tokens; longer ones are rarer and surer."
     )
