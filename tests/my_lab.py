@@ -47,6 +47,12 @@ class Shapeless(TreeBuilder):
         return tree.prune(self.budget)
 
 
+class Switched(Shapeless):
+    """Takes a switch for a width."""
+
+    width = True
+
+
 class Nested:
     class Graft(CautiousGraft):
         pass

@@ -42,6 +42,12 @@ def test_components_carry_role_kind_and_options() -> None:
     }
     assert nodes["builder"]["options"] == {"depth": 5, "width": 10, "budget": 63}
     assert nodes["graft"]["options"]["lookback"] == 5
+    # How models are loaded stands with the models; the tree has nothing but its kind.
+    loading = {"dtype": "float32", "device": "cpu", "attention": "auto"}
+    assert nodes["target"]["options"] == {"model": "zoo:target"} | loading
+    assert nodes["drafter:small"]["options"].items() >= loading.items()
+    assert not nodes["drafter:ngram"]["options"].keys() & loading.keys()
+    assert nodes["tree"]["options"] == {}
     assert [nodes[f"drafter:{name}"]["scoring"] for name in ("ngram", "small")] == [False, True]
 
 
@@ -52,6 +58,11 @@ def test_edges_say_what_flows() -> None:
     assert edges["verifier", "commit"] == "Verdict"
     assert edges["commit", "drafter:ngram"] == "Commit"
     assert {b for a, b in edges if a == "scheduler"} == {"drafter:ngram", "drafter:small"}
+    assert edges["tree", "drafter:ngram"] == edges["tree", "drafter:small"] == "nodes and paths"
+    assert edges["builder", "graft"] == "frontier"
+    # Only look-ups ask for what the target made of the text.
+    assert edges["target", "drafter:ngram"] == "TargetTop"
+    assert ("target", "drafter:small") not in edges
 
 
 def test_only_feedback_closes_circles() -> None:
@@ -82,7 +93,7 @@ def test_a_pipeline_hands_out_its_graph() -> None:
 def test_a_graph_prints_as_a_tree() -> None:
     assert as_tree(graph(drafters=[], scheduler={"kind": "never"})) == (
         "pipeline\n"
-        "├─ target: lm(model='zoo:target')\n"
+        "├─ target: lm(model='zoo:target', dtype='float32', device='cpu', attention='auto')\n"
         "│  └─> verifier: logits of every node\n"
         "├─ verifier: walk()\n"
         "│  └─> commit: Verdict\n"
@@ -92,6 +103,7 @@ def test_a_graph_prints_as_a_tree() -> None:
         "└─ commit: stop rules(max_new_tokens=128, min_new_tokens=0, eos=None, strings=[])"
     )
     lines = as_tree(graph()).splitlines()
+    assert "├─ tree: tensor()" in lines
     assert "├─ scheduler: fixed(calls=['ngram', 'small'])" in lines
     assert "│  └─> scheduler: frontier of the next layer (next layer or step)" in lines
     # The last component's stem ends; each of its lines is still drawn.

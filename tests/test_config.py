@@ -163,7 +163,7 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
             {"stop": {"max_new_tokens": 0}},
             "stop.max_new_tokens: Input should be greater than or equal to 1, found 0",
         ),
-        ({"stop": {"eos": 5}}, "stop.eos: Input should be a valid tuple, found 5"),
+        ({"stop": {"eos": 5}}, "stop.eos: a list is needed, found 5"),
         (
             {"backend": {"kind": "fast"}},
             "backend.kind: Input should be 'tensor' or 'reference', found 'fast'",
@@ -181,11 +181,52 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         ({"drafters": [{"kind": "lm"}]}, "drafters.0.model: Field required"),
         (
             {"drafters": NGRAM},
-            "drafters: Input should be a valid tuple, found {'kind': 'ngram'}",
+            "drafters: a list is needed, found {'kind': 'ngram'}",
         ),
         ({"drafters": ["ngram"]}, "drafters.0: a mapping with the key kind is needed"),
         ({"builder": {"depth": 3}}, "builder: a mapping with the key kind is needed"),
         ({"builder": None}, "builder: a mapping with the key kind is needed"),
+        # one value where a list or a mapping is needed, and a list that is empty
+        ({"drafters": None}, "drafters: a list is needed, found None"),
+        ({"stop": {"strings": "abc"}}, "stop.strings: a list is needed, found 'abc'"),
+        (
+            {"drafters": [NGRAM], "scheduler": {"kind": "fixed", "calls": "ngram"}},
+            "scheduler.calls: a list is needed, found 'ngram'",
+        ),
+        (
+            {"drafters": [NGRAM], "scheduler": {"kind": "fixed", "calls": []}},
+            "scheduler.calls: 1 or more entries are needed, found 0",
+        ),
+        ({"target": "m"}, "target: a mapping of options is needed, found 'm'"),
+        # yes and no where a number is needed
+        (
+            {"sampling": {"temperature": True}},
+            "sampling.temperature must be a number, found True",
+        ),
+        (
+            {"builder": {"kind": "layered", "budget": False}},
+            "builder.budget must be a number, found False",
+        ),
+        ({"drafters": [{**NGRAM, "max_n": True}]}, "drafters.0.max_n must be a number, found True"),
+        ({"stop": {"eos": [3, True]}}, "stop.eos.1 must be a number, found True"),
+        (
+            {"drafters": [NGRAM], "scheduler": {"kind": "fixed", "calls": [False]}},
+            "scheduler.calls.0 must be a number, found False",
+        ),
+        # a drafter without a name
+        (
+            {"drafters": [{**NGRAM, "name": ""}]},
+            "drafters.0.name: String should have at least 1 character, found ''",
+        ),
+        (
+            {"drafters": [NGRAM, {"kind": "lm", "model": "/"}]},
+            "drafters.1 has an empty name; set name",
+        ),
+        # half a surrogate pair, which is no text
+        (
+            {"stop": {"strings": ["a", "b\ud800"]}},
+            "stop: strings must be text in UTF-8, found 'b\\ud800'",
+        ),
         # a kind that does not exist
         (
             {"drafters": [{"kind": "ngrams"}]},
@@ -221,8 +262,7 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         ),
         (
             {"drafters": [{**NGRAM, "name": str(i)} for i in range(64)]},
-            "drafters: Tuple should have at most 63 items after validation, not 64, found "
-            + repr([{**NGRAM, "name": str(i)} for i in range(64)]),
+            "drafters: at most 63 entries are allowed, found 64",
         ),
         (
             {"drafters": [NGRAM, NGRAM]},
@@ -282,6 +322,69 @@ def test_a_file_is_named_with_what_is_wrong_in_it(tmp_path: Path) -> None:
     assert message() == f"{path}: a config must be a mapping of options, found NoneType"
     path.write_text("target: {model: t}\nwidth: 3\n")
     assert message() == f"{path}: width: unknown option"
+
+
+def test_a_key_given_twice_is_refused_and_not_the_last_one_taken(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    for text, where in (
+        ("target: {model: m}\ntarget: {model: n}\n", "'target' is given twice, in lines 1 and 2"),
+        (
+            "target: {model: m}\ndrafters:\n- kind: ngram\n  max_n: 2\n  max_n: 3\n",
+            "'max_n' is given twice, in lines 4 and 5",
+        ),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value) == f"{path}: {where}; keep one of them"
+
+
+def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "target: {model: m}\n"
+        "drafters:\n"
+        "- &first {kind: ngram, name: a, max_n: 2}\n"
+        "- &second {<<: *first, name: b}\n"
+        "- {<<: *second, name: c, max_n: 3}\n"
+    )
+    drafters = load_config(path).drafters
+    assert [(drafter.name, drafter.max_n) for drafter in drafters] == [  # type: ignore[union-attr]
+        ("a", 2),
+        ("b", 2),
+        ("c", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 5000, "is nested too deeply"),
+        ("a: " + "9" * 5000, "is no valid YAML: Exceeds the limit"),
+        ("a: 2001-99-99", "is no valid YAML: month must be in 1..12"),
+    ],
+    ids=["deep", "digits", "date"],
+)
+def test_yaml_that_breaks_its_reader_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"config '{path}' {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_with_a_zero_byte_is_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("a\0b")
+    assert str(caught.value) == "config 'a\\x00b' cannot be read: embedded null byte"
+
+
+def test_a_switch_stays_a_switch() -> None:
+    graft = {"kind": "treegraft", "revisit": True}
+    assert parse_config({**TARGET, "graft": graft}).graft.revisit is True  # type: ignore[union-attr]
+    own = {"kind": "a:B", "params": {"flag": True}}
+    assert parse_config({**TARGET, "graft": own}).graft.params == {"flag": True}  # type: ignore[union-attr]
 
 
 def test_every_option_says_what_it_does() -> None:
@@ -375,6 +478,14 @@ def test_a_builder_without_a_shape_is_refused_and_no_attribute_error() -> None:
         build(builder=own("my_lab:Shapeless"))
     assert str(caught.value) == (
         "builder.kind 'my_lab:Shapeless' must set width to an integer from 0, found None"
+    )
+
+
+def test_a_builder_whose_shape_is_a_switch_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(builder=own("my_lab:Switched"))
+    assert str(caught.value) == (
+        "builder.kind 'my_lab:Switched' must set width to an integer from 0, found True"
     )
 
 

@@ -202,3 +202,16 @@ def test_every_public_name_is_found_in_its_home() -> None:
     assert set(treegraft.__all__) <= set(dir(treegraft))
     with pytest.raises(AttributeError, match="module 'treegraft' has no attribute 'nothing'"):
         treegraft.nothing  # noqa: B018
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "py.typed").is_file()

@@ -110,7 +110,8 @@ def build_component(role: str, config: BaseModel, *extra: Any) -> Any:
         # Data of the role, which an ABC cannot ask for.
         for name in ("depth", "width", "budget"):
             value = getattr(made, name, None)
-            if not isinstance(value, int) or value < 0:
+            # type and not isinstance: True is an int.
+            if type(value) is not int or value < 0:
                 raise ConfigError(
                     f"{role}.kind {config.kind!r} must set {name} to an integer from 0, "
                     f"found {value!r}"

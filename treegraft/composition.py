@@ -25,7 +25,10 @@ _FLOWS: tuple[tuple[str, str, str, bool], ...] = (
     ("builder", "target", "TokenTree", False),
     ("verifier", "commit", "Verdict", False),
     ("sampling", "verifier", "TargetDistribution", False),
+    ("tree", "drafter", "nodes and paths", True),
+    ("builder", "graft", "frontier", True),
     ("builder", "scheduler", "frontier of the next layer", True),
+    ("target", "drafter", "TargetTop", True),
     ("commit", "drafter", "Commit", True),
     ("commit", "scheduler", "StepRecord", True),
 )
@@ -40,19 +43,25 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
     filled, a class does not fit its role, or the flow within a layer has a cycle.
     """
     graph = nx.DiGraph()
-    graph.add_node("target", role="target", kind="lm", options=config.target.model_dump())
+    # How models are loaded; which tree they work on is the tree's own kind.
+    loading = config.backend.model_dump(exclude={"kind"})
+    target = config.target.model_dump() | loading
+    graph.add_node("target", role="target", kind="lm", options=target)
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
-        scoring = issubclass(component_class("drafter", drafter), ScoringDrafter)
+        found = component_class("drafter", drafter)
         _add(graph, "drafter", f"drafter:{name}", drafter)
-        graph.nodes[f"drafter:{name}"]["scoring"] = scoring
+        node = graph.nodes[f"drafter:{name}"]
+        node["scoring"] = issubclass(found, ScoringDrafter)
+        node["asks_target"] = getattr(found, "target_top", None) is not None
+        if drafter.kind == "lm":
+            node["options"] |= loading
     for role in _SINGLE:
         # Plain decoding drafts nothing: only the verifier has work.
         if config.drafters or role == "verifier":
             component_class(role, getattr(config, role))
             _add(graph, role, role, getattr(config, role))
     if config.drafters:
-        tree = config.backend.kind
-        graph.add_node("tree", role="tree", kind=tree, options=config.backend.model_dump())
+        graph.add_node("tree", role="tree", kind=config.backend.kind, options={})
     sampling = config.sampling.model_dump()
     kind = "greedy" if config.sampling.temperature == 0 else "keyed noise"
     graph.add_node("sampling", role="sampling", kind=kind, options=sampling)
@@ -60,7 +69,8 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
     for source, sink, flow, feedback in _FLOWS:
         for a in _of_role(graph, source):
             for b in _of_role(graph, sink):
-                graph.add_edge(a, b, flow=flow, feedback=feedback)
+                if flow != "TargetTop" or graph.nodes[b]["asks_target"]:
+                    graph.add_edge(a, b, flow=flow, feedback=feedback)
     check_composition(graph)
     return graph
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
     Tag,
     ValidationError,
     model_validator,
@@ -45,7 +46,9 @@ class CustomConfig(_Strict):
 class CustomDrafterConfig(CustomConfig):
     """One's own drafter, by import path."""
 
-    name: str | None = Field(None, description="Name in statistics and schedules; default: class.")
+    name: str | None = Field(
+        None, min_length=1, description="Name in statistics and schedules; default: class."
+    )
 
 
 def _tag(value: Any) -> str | None:
@@ -129,6 +132,9 @@ class StopConfig(_Strict):
             raise ValueError(f"eos must hold token ids from 0, found {min(self.eos)}")
         if "" in self.strings:
             raise ValueError("strings must not hold an empty string, which would stop at once")
+        broken = [text for text in self.strings if not _is_unicode(text)]
+        if broken:
+            raise ValueError(f"strings must be text in UTF-8, found {broken[0]!a}")
         return self
 
 
@@ -165,9 +171,23 @@ class PipelineConfig(_Strict):
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_numbers(
+        cls, data: Any, handler: ModelWrapValidatorHandler[PipelineConfig]
+    ) -> PipelineConfig:
+        config = handler(data)
+        # pydantic takes yes and true for 1.
+        for where, value in _switches_as_numbers(data, config):
+            raise ValueError(f"{where} must be a number, found {value}")
+        return config
+
     @model_validator(mode="after")
     def _check(self) -> PipelineConfig:
         names = self.drafter_names
+        nameless = [i for i, name in enumerate(names) if not name.strip()]
+        if nameless:
+            raise ValueError(f"drafters.{nameless[0]} has an empty name; set name")
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ValueError(
@@ -203,6 +223,25 @@ class PipelineConfig(_Strict):
         return tuple(calls)
 
 
+def _switches_as_numbers(given: Any, made: Any, where: str = "") -> Iterator[tuple[str, bool]]:
+    """Options that were given as true or false and read as a number, by their place."""
+    if isinstance(given, bool) and not isinstance(made, bool) and isinstance(made, int | float):
+        yield where, given
+    elif isinstance(given, Mapping) and isinstance(made, BaseModel):
+        for key in type(made).model_fields:
+            if key in given:
+                inner = f"{where}.{key}" if where else key
+                yield from _switches_as_numbers(given[key], getattr(made, key), inner)
+    elif isinstance(given, list | tuple) and isinstance(made, tuple):
+        for i, (item, entry) in enumerate(zip(given, made, strict=True)):
+            yield from _switches_as_numbers(item, entry, f"{where}.{i}")
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which no UTF-8 can hold."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _name(drafter: NgramConfig | LmConfig | CustomDrafterConfig) -> str:
     if drafter.name is not None:
         return drafter.name
@@ -233,6 +272,25 @@ def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConf
     return parse_config(data)
 
 
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a mapping that gives a key twice, of which YAML would silently take the last."""
+
+    # Where the file is read and not where mappings are made: there, merged keys (<<) may repeat.
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in seen:
+                    raise ConfigError(
+                        f"{key.value!r} is given twice, in lines {seen[name]} and {line}; "
+                        "keep one of them"
+                    )
+                seen[name] = line
+        return node
+
+
 def load_config(path: str | Path) -> PipelineConfig:
     """Read a YAML (or JSON) file; ConfigError names the file and the option."""
     try:
@@ -241,11 +299,20 @@ def load_config(path: str | Path) -> PipelineConfig:
         raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"config {str(path)!r} is not a text file in UTF-8") from None
+    except ValueError as error:  # a path that no file can have
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error}") from None
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _YamlLoader)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
         raise ConfigError(f"config {str(path)!r} is no valid YAML: {where}") from None
+    except RecursionError:
+        raise ConfigError(f"config {str(path)!r} is nested too deeply") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # PyYAML's own, for a date that is none, a number of too many digits, and the like.
+        raise ConfigError(f"config {str(path)!r} is no valid YAML: {error}") from None
     try:
         return parse_config(data)
     except ConfigError as error:
@@ -261,6 +328,7 @@ def _one_line(error: ValidationError) -> str:
     tags.add("package.module:Class")
     where = ".".join(str(part) for part in fault["loc"] if part not in tags)
     message = fault["msg"].removeprefix("Value error, ")
+    n_found = fault.get("ctx", {}).get("actual_length")
     if fault["type"] == "extra_forbidden":
         message = "unknown option"
     elif fault["type"] == "union_tag_invalid":
@@ -269,6 +337,14 @@ def _one_line(error: ValidationError) -> str:
         message = f"kind must be one of {known}, found {found!r}"
     elif fault["type"] == "union_tag_not_found":
         message = "a mapping with the key kind is needed"
+    elif fault["type"] == "tuple_type":
+        message = f"a list is needed, found {fault['input']!r}"
+    elif fault["type"] == "too_short":
+        message = f"{fault['ctx']['min_length']} or more entries are needed, found {n_found}"
+    elif fault["type"] == "too_long":
+        message = f"at most {fault['ctx']['max_length']} entries are allowed, found {n_found}"
+    elif fault["type"] == "model_type":
+        message = f"a mapping of options is needed, found {fault['input']!r}"
     elif fault["type"] not in ("value_error", "missing"):
         message = f"{message}, found {fault['input']!r}"
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

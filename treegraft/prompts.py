@@ -10,7 +10,7 @@ from typing import Any
 
 from treegraft.core.errors import PromptError
 
-__all__ = ["Prompt", "parse_ids", "read_prompts", "take_turns"]
+__all__ = ["Prompt", "check_text", "parse_ids", "read_prompts", "take_turns"]
 
 _CONTENT_KEYS = ("turns", "prompt", "text", "ids")
 _ID_KEYS = ("id", "question_id")
@@ -39,22 +39,28 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     ``.jsonl`` holds one JSON object per line and ``.json`` a list of them, with one of the keys
     ``turns`` (a list of strings, of which the first is taken), ``prompt``, ``text`` or ``ids``
     (token ids), and optionally ``id`` or ``question_id``, ``kind`` or ``category``. Every other
-    file is one prompt, taken as it stands.
+    file is one prompt, taken as it stands, line ends included. Suffixes count in either case; a
+    byte order mark at the start is dropped.
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        # Bytes, because reading as text would turn every line end into "\n".
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise PromptError(f"prompts {str(path)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise PromptError(f"prompts {str(path)!r} is not a text file in UTF-8") from None
-    if path.suffix == ".jsonl":
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    except ValueError as error:  # a path that no file can have
+        raise PromptError(f"prompts {str(path)!r} cannot be read: {error}") from None
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        # Only "\n" ends a line of JSON; splitlines would also cut at what strings may hold raw.
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
         prompts = [
             _prompt(_json(line, f"{path} line {n}"), f"{path} line {n}", str(n))
             for n, line in lines[:limit]
         ]
-    elif path.suffix == ".json":
+    elif suffix == ".json":
         entries = _json(text, str(path))
         if not isinstance(entries, list):
             raise PromptError(f"{path}: a list of prompts is needed, found {_type(entries)}")
@@ -75,7 +81,28 @@ def parse_ids(text: str) -> tuple[int, ...]:
     wrong = [part for part in parts if not part.isdecimal()]
     if wrong:
         raise PromptError(f"token ids must be whole numbers from 0, found {wrong[0]!r}")
-    return tuple(int(part) for part in parts)
+    try:
+        return tuple(int(part) for part in parts)
+    except ValueError:  # more digits than Python reads
+        longest = max(map(len, parts))
+        raise PromptError(
+            f"token ids must be whole numbers, found one of {longest} digits"
+        ) from None
+
+
+def check_text(text: str, where: str) -> str:
+    """The text itself; PromptError if no tokenizer could read it.
+
+    Half a surrogate pair comes out of a JSON escape, or out of bytes on the command line that are
+    no text.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{where} must be text in UTF-8, found {text[error.start]!a} at character {error.start}"
+        ) from None
+    return text
 
 
 def take_turns(prompts: Sequence[Prompt], per_kind: int | None = None) -> list[Prompt]:
@@ -97,6 +124,10 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise PromptError(f"{where}: no valid JSON: {error}") from None
+    except RecursionError:
+        raise PromptError(f"{where}: JSON is nested too deeply") from None
+    except ValueError:  # Python reads no number of more digits than its limit
+        raise PromptError(f"{where}: a number in the JSON has too many digits") from None
 
 
 def _prompt(entry: Any, where: str, default_id: str) -> Prompt:
@@ -111,7 +142,8 @@ def _prompt(entry: Any, where: str, default_id: str) -> Prompt:
     content = entry[key]
     if key == "turns":
         if not isinstance(content, list) or not content:
-            raise PromptError(f"{where}: turns must be a list of strings, found {_type(content)}")
+            found = "an empty list" if content == [] else _type(content)
+            raise PromptError(f"{where}: turns must be a list of strings, found {found}")
         content = content[0]
     if key == "ids":
         whole = isinstance(content, list) and all(type(i) is int and i >= 0 for i in content)
@@ -122,9 +154,15 @@ def _prompt(entry: Any, where: str, default_id: str) -> Prompt:
         raise PromptError(f"{where}: {key} must be text, found {_type(content)}")
     if not content:
         raise PromptError(f"{where}: {key} is empty")
-    given_id = next((entry[key] for key in _ID_KEYS if key in entry), default_id)
+    # 0 is a name; null and the empty text are none.
+    given = (entry[key] for key in _ID_KEYS if entry.get(key) not in (None, ""))
+    name = check_text(str(next(given, default_id)), f"{where}: id")
     kind = next((entry[key] for key in _KIND_KEYS if entry.get(key)), None)
-    return Prompt(str(given_id), content, None if kind is None else str(kind))
+    if kind is not None:
+        kind = check_text(str(kind), f"{where}: kind")
+    if isinstance(content, str):
+        check_text(content, f"{where}: prompt {name!r}")
+    return Prompt(name, content, kind)
 
 
 def _type(value: Any) -> str:

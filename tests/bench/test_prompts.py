@@ -54,12 +54,26 @@ def test_a_json_list(write):
         ("p.jsonl", '{"a": 1}', "line 1: one of the keys turns, prompt, text, ids is needed, "),
         ("p.jsonl", "{}", "found none"),
         ("p.jsonl", "[]", "line 1: an object is needed, found a list"),
-        ("p.jsonl", '{"turns": []}', "line 1: turns must be a list of strings, found a list"),
+        (
+            "p.jsonl",
+            '{"turns": []}',
+            "line 1: turns must be a list of strings, found an empty list",
+        ),
         ("p.jsonl", '{"turns": "a"}', "line 1: turns must be a list of strings, found text"),
         ("p.jsonl", '{"turns": [1]}', "line 1: turns must be text, found a number"),
         ("p.jsonl", '{"text": null}', "line 1: text must be text, found null"),
         ("p.jsonl", '{"text": ""}', "line 1: text is empty"),
         ("p.jsonl", '{"ids": [1, -1]}', "line 1: ids must be a list of whole numbers from 0"),
+        ("p.jsonl", '{"ids": [' + "9" * 5000 + "]}", "line 1: a number in the JSON has too many"),
+        ("p.jsonl", "\n" + "[" * 100_000, "line 2: JSON is nested too deeply"),
+        ("p.json", "[" * 100_000, "p.json: JSON is nested too deeply"),
+        (
+            "p.jsonl",
+            '{"text": "a\\ud800b", "id": "x"}',
+            "line 1: prompt 'x' must be text in UTF-8, found '\\ud800' at character 1",
+        ),
+        ("p.jsonl", '{"text": "a", "id": "\\ud800"}', "line 1: id must be text in UTF-8, found"),
+        ("p.jsonl", '{"text": "a", "kind": "\\ud800"}', "line 1: kind must be text in UTF-8"),
         ("p.jsonl", "\n", "holds no prompt"),
         ("p.txt", "", "holds no prompt"),
         ("p.json", "{}", "p.json: a list of prompts is needed, found an object"),
@@ -81,12 +95,50 @@ def test_files_that_are_no_text(tmp_path):
         read_prompts(tmp_path / "none.txt")
     with pytest.raises(PromptError, match="cannot be read: Is a directory"):
         read_prompts(tmp_path)
+    with pytest.raises(PromptError, match=r"^prompts 'a.x00b' cannot be read: embedded null byte$"):
+        read_prompts("a\0b")
+
+
+def test_a_line_separator_inside_a_string_ends_no_line(write):
+    """U+2028 and its like are valid in JSON as they are."""
+    text = "a\u2028b\x85c\u2029d"
+    assert read_prompts(write("p.jsonl", f'{{"text": "{text}"}}\r\n{{"text": "e"}}\r\n')) == [
+        Prompt("1", text),
+        Prompt("2", "e"),
+    ]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    for name, text in (("p.jsonl", '{"text": "a"}'), ("p.json", '[{"text": "a"}]'), ("1.txt", "a")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert read_prompts(tmp_path / name) == [Prompt("1", "a")]
+
+
+def test_a_suffix_counts_in_either_case(write):
+    assert read_prompts(write("P.JSONL", '{"text": "a"}\n{"text": "b"}\n')) == [
+        Prompt("1", "a"),
+        Prompt("2", "b"),
+    ]
+    assert read_prompts(write("P.Json", '[{"text": "a"}]')) == [Prompt("1", "a")]
+
+
+def test_line_ends_of_a_text_are_its_own(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r")
+    assert read_prompts(tmp_path / "a.txt") == [Prompt("a", "one\r\ntwo\r")]
+
+
+def test_null_is_no_id(write):
+    lines = ('{"id": null, "text": "a"}', '{"id": null, "question_id": 0, "text": "b"}')
+    prompts = read_prompts(write("p.jsonl", "\n".join(lines)))
+    assert [prompt.id for prompt in prompts] == ["1", "0"]
 
 
 def test_ids_on_the_command_line():
     assert parse_ids("1, 2 3") == (1, 2, 3)
     with pytest.raises(PromptError, match="found '-1'"):
         parse_ids("1 -1")
+    with pytest.raises(PromptError, match="found one of 5000 digits"):
+        parse_ids("1 " + "9" * 5000)
 
 
 def test_kinds_take_turns():

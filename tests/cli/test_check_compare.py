@@ -117,13 +117,19 @@ def test_check_finds_a_fault_and_exits_1(treegraft, configs, prompts):
     assert result.code == 1
     assert result.json["passed"] is False
     fault = next(v for v in result.json["verdicts"] if v["verdict"] == "fault")
-    assert fault["expected"] == fault["choice"]["tokens"][0]
+    choice = fault["choice"]
+    assert fault["expected"] == choice["first"]
     assert fault["found"] != fault["expected"]
-    assert fault["choice"]["gap"] > 0
+    assert choice["best"] == choice["expected"] > choice["found"]
+    assert choice["gap"] == choice["best"] - choice["found"] > 0
+    # What comes after a difference is not compared.
+    assert fault["n_tokens"] == fault["position"] + 1
+    assert result.json["tokens"] == sum(v["n_tokens"] for v in result.json["verdicts"])
     printed = treegraft("check", "-c", configs["faulty"], "--prompts", prompts, "--tokens", 6)
     assert printed.code == 1
     assert "FAILED: " in printed.out
-    assert "fault" in printed.out
+    assert f"expected {fault['expected']} (" in printed.out
+    assert f"found {fault['found']} (" in printed.out
 
 
 def test_check_needs_something_that_drafts(treegraft, configs):

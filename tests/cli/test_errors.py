@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,15 @@ from treegraft.cli import app as cli
         (
             "generate --target m --prompts no.txt",
             "prompts 'no.txt' cannot be read: No such file or directory",
+        ),
+        (
+            "generate --target m -p x --limit 1",
+            "--limit 1 needs --prompts FILE, found none",
+        ),
+        ("check --target m --limit 1", "--limit 1 needs --prompts FILE, found none"),
+        (
+            "generate --target m -p a\udcffb",
+            "--prompt must be text in UTF-8, found '\\udcff' at character 1",
         ),
         ("compare a.yaml --prompts x", "compare needs at least two configs, found 1"),
         ("compare a.yaml b.yaml", "--prompts FILE is needed, found none"),
@@ -147,10 +158,102 @@ def test_help_loads_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (io.StringIO("a\ud800b"), "stdin must be text in UTF-8, found '\\ud800' at character 1"),
+        (io.TextIOWrapper(io.BytesIO(b"a\xffb"), encoding="utf-8"), "stdin is not text in UTF-8"),
+    ],
+    ids=["surrogate", "bytes"],
+)
+def test_input_that_is_no_text_is_one_line(treegraft, monkeypatch, given, found):
+    monkeypatch.setattr("sys.stdin", given)
+    result = treegraft("generate", "--target", "m", "-p", "-")
+    assert (result.code, result.err) == (2, f"error: {found}\n")
+
+
+def test_a_prompt_file_that_is_no_text_names_the_prompt(treegraft, write):
+    file = write("p.jsonl", '{"prompt": "a"}\n{"prompt": "a\\ud800b", "id": "odd"}\n')
+    result = treegraft("generate", "--target", "m", "--prompts", file)
+    assert result.code == 2
+    assert "line 2: prompt 'odd' must be text in UTF-8, found '\\ud800'" in result.err
+    assert result.err.count("\n") == 1
+
+
+def run_into(stdout, *arguments, stderr=subprocess.PIPE, **environment):
+    """A process of its own whose output goes where it cannot be written."""
+    return subprocess.run(
+        [sys.executable, "-m", "treegraft", *arguments],
+        stdout=stdout,
+        stderr=stderr,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+@pytest.fixture
+def closed_pipe():
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "treegraft", "components"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    yield write
     os.close(write)
-    assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "generate --help",
+        "--version",
+        "components",
+        "schema",
+        "describe -c {config} --tree",
+        "generate -c {config} -p one",
+        "generate -c {config} -p one --stream",
+        "generate -c {config} -p one --json",
+        "check -c {config} --tokens 2 --prompts {prompts}",
+        "compare {config} {plain} --prompts {prompts}",
+    ],
+)
+def test_a_reader_that_leaves_early_is_141_everywhere(zoo, write, closed_pipe, arguments):
+    target = f"target: {{model: {zoo.target}}}\nstop: {{max_new_tokens: 2}}\n"
+    files = {
+        "config": write("c.yaml", target + "drafters: [{kind: ngram}]\n"),
+        "plain": write("plain.yaml", target),
+        "prompts": write("p.txt", "one two"),
+    }
+    done = run_into(closed_pipe, *arguments.format(**files).split())
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_reader_of_both_streams_that_leaves_is_141(closed_pipe):
+    """As in ``treegraft ... 2>&1 | head``."""
+    assert run_into(closed_pipe, "components", stderr=closed_pipe).returncode == 141
+
+
+@pytest.mark.parametrize("arguments", ["--help", "components", "schema"])
+def test_a_full_disk_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = run_into(full, arguments)
+    assert done.returncode == 1
+    assert done.stderr == b"error: stdout cannot be written: No space left on device\n"
+
+
+def test_a_stdout_without_the_character_is_one_line():
+    example = Path(__file__).parents[2] / "examples" / "plain.yaml"
+    done = run_into(subprocess.PIPE, "describe", "-c", example, PYTHONIOENCODING="ascii")
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: stdout in ascii cannot hold '\\u251c'; set ")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_weights_that_are_not_there_are_named(monkeypatch, treegraft, tmp_path):
+    from treegraft.zoo import catalog
+
+    monkeypatch.setattr(catalog, "_HERE", tmp_path)
+    result = treegraft("generate", "--target", "zoo:small", "-p", "x")
+    assert result.code == 2
+    assert result.err == (
+        "error: model 'zoo:small': this copy of treegraft has no weights in "
+        f"'{tmp_path / 'small'}'; install a wheel that brings them, or make them with recipes/zoo\n"
+    )

@@ -139,6 +139,38 @@ def test_options_override_a_config_file(zoo, treegraft, write):
     assert config["scheduler"] == {"kind": "never"}
 
 
+def test_depth_cuts_the_calls_of_a_file_and_says_so(zoo, treegraft, write):
+    file = write(
+        "c.yaml",
+        f"target: {{model: {zoo.target}}}\n"
+        f"drafters: [{{kind: ngram}}, {{kind: lm, model: {zoo.small}}}]\n"
+        "scheduler: {kind: fixed, calls: [ngram, small, ngram]}\n",
+    )
+    ask = ("generate", "-c", file, "-p", "one two", "-n", 2, "--json")
+    cut = treegraft(*ask, "--depth", 2)
+    assert cut.json["config"]["scheduler"] == {"kind": "fixed", "calls": ["ngram", "small"]}
+    assert cut.json["config"]["builder"]["depth"] == 2
+    assert cut.err == (
+        "scheduler: fixed:ngram,small (the file's calls cut to --depth 2; set it with "
+        "--scheduler)\n"
+    )
+    assert treegraft(*ask, "--depth", 0).json["config"]["scheduler"] == {"kind": "never"}
+    assert treegraft(*ask, "--depth", 3).err == ""
+    longer = treegraft(*ask, "--depth", 4)
+    assert len(longer.json["config"]["scheduler"]["calls"]) == 3
+    assert longer.err == (
+        "--depth 4: the file's scheduler.calls end after 3 layers; set it with --scheduler\n"
+    )
+    chosen = treegraft(*ask, "--depth", 2, "--scheduler", "always")
+    assert (chosen.json["config"]["scheduler"], chosen.err) == ({"kind": "always"}, "")
+
+
+def test_line_ends_of_stdin_are_its_own(plain, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b"one\r\ntwo"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert plain("-p", "-", "-n", 2).out == plain("-p", "one\r\ntwo", "-n", 2).out
+
+
 def test_statistics_are_printed_with_their_definitions(zoo, treegraft):
     result = treegraft(
         *("generate", "--target", zoo.target, "--drafter", "ngram", "-p", "one", "-n", 4),
@@ -156,4 +188,4 @@ def test_a_drafter_may_be_named_like_a_stage(zoo, treegraft):
     )
     statistics = result.json["statistics"]
     assert statistics["target_calls"] < 12
-    assert {"target", "drafter:target", "drafter:target.forward"} <= set(statistics["seconds"])
+    assert {"target", "drafter:target", "forward:target"} <= set(statistics["seconds"])

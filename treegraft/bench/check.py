@@ -1,13 +1,14 @@
 """Is drafting lossless with this model here? Drafted against plain decoding, token by token.
 
 In float32 and float64 every difference is a fault. Narrower types round the same sum differently
-when a forward is wider, so a difference where the target itself hardly decides is a tie: the two
-tokens are its own first and second choice, and their logits lie within rounding. The logits are
-computed anew for that verdict, by a causal forward of the common prefix without any tree.
+when a forward is wider, so a difference where the target itself hardly decides is a tie: the logits
+of both tokens lie within rounding of the largest. The logits are computed anew for that verdict, by
+a causal forward of the common prefix without any tree.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -26,13 +27,13 @@ from treegraft.prompts import Prompt
 
 __all__ = [
     "Check",
-    "TopTwo",
-    "Verdict",
+    "Choice",
+    "TextVerdict",
     "arithmetic_type",
     "check_lossless",
+    "choice_between",
     "default_prompts",
     "is_exact",
-    "top_two",
 ]
 
 TIE_UNITS = 2.0
@@ -49,36 +50,52 @@ _LENGTHS = (1, 2, 12, 48)
 
 
 @dataclass(frozen=True, slots=True)
-class TopTwo:
-    """What the target chooses between at one place.
+class Choice:
+    """What the target makes of two tokens at one place.
+
+    Values are what it compares: logits after the sampling settings, with the noise of the seed if
+    sampled; minus infinity where the settings exclude a token, or where there is none.
 
     Attributes
     ----------
-    tokens : its first and second choice. values : what it compared: logits after the sampling
-        settings, with the noise of the seed if sampled.
-    tie_within : largest gap that rounding explains; 0 in float32 and float64.
+    first : its own first choice. best : the value of that.
+    expected, found : the values of the two tokens.
+    tie_within : largest gap that rounding explains; 0 in exact arithmetic.
     """
 
-    tokens: tuple[int, int]
-    values: tuple[float, float]
+    first: int
+    best: float
+    expected: float
+    found: float
     tie_within: float
 
     @property
     def gap(self) -> float:
-        """Lead of the first choice."""
-        return self.values[0] - self.values[1]
+        """How far the worse of the two tokens lies below the first choice."""
+        return self.best - min(self.expected, self.found)
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding alone may decide between the two tokens."""
+        return self.tie_within > 0.0 and self.gap <= self.tie_within
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with the gap; None for what is infinite, which JSON cannot hold."""
+        data = asdict(self) | {"gap": self.gap}
+        return {key: value if math.isfinite(value) else None for key, value in data.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TextVerdict:
     """One prompt in one mode.
 
     Attributes
     ----------
-    prompt : its id. mode : ``greedy`` or ``seeded``. n_tokens : tokens of the plain text.
+    prompt : its id. mode : ``greedy`` or ``seeded``.
     verdict : ``equal``, ``tie`` or ``fault``.
+    n_tokens : tokens compared; none after the first difference, where the texts part.
     position, expected, found : first difference, as in ``comparison.Difference``.
-    choice : the target's own first and second choice there, computed anew.
+    choice : what the target makes of the two tokens there, computed anew.
     """
 
     prompt: str
@@ -88,14 +105,11 @@ class Verdict:
     position: int | None = None
     expected: int | None = None
     found: int | None = None
-    choice: TopTwo | None = None
+    choice: Choice | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with the gap."""
-        data = asdict(self)
-        if self.choice is not None:
-            data["choice"]["gap"] = self.choice.gap
-        return data
+        return asdict(self) | {"choice": None if self.choice is None else self.choice.as_dict()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,7 @@ class Check:
     drafters: tuple[str, ...]
     report: AdapterReport | None
     drafter_reports: dict[str, AdapterReport]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[TextVerdict, ...]
 
     @property
     def passed(self) -> bool:
@@ -142,7 +156,7 @@ def check_lossless(
     prompts: Sequence[Prompt] | None = None,
     n_tokens: int = 64,
     seed: int = 0,
-    on_verdict: Callable[[Verdict], None] | None = None,
+    on_verdict: Callable[[TextVerdict], None] | None = None,
     models: Mapping[str, LanguageModel] | None = None,
 ) -> Check:
     """Decode with ``config`` and with its target alone, and judge every prompt.
@@ -167,7 +181,7 @@ def check_lossless(
     drafted = build_pipeline(config, loader=loader)
     if prompts is None:
         prompts = default_prompts(plain, n_tokens)
-    verdicts: list[Verdict] = []
+    verdicts: list[TextVerdict] = []
     modes: dict[Literal["greedy", "seeded"], float] = {"greedy": 0.0, "seeded": 1.0}
     for prompt in prompts:
         for mode, temperature in modes.items():
@@ -207,22 +221,28 @@ def _judge(
     expected: Sequence[int],
     found: Sequence[int],
     sampling: Sampling,
-) -> Verdict:
+) -> TextVerdict:
     position = first_difference(expected, found)
     if position is None:
-        return Verdict(prompt, mode, "equal", len(expected))
+        return TextVerdict(prompt, mode, "equal", len(expected))
     here = expected[position] if position < len(expected) else None
     there = found[position] if position < len(found) else None
-    choice = top_two(target, start, expected[:position], sampling)
-    close = choice.gap <= choice.tie_within and {here, there} == set(choice.tokens)
-    verdict: Literal["tie", "fault"] = "tie" if close and choice.tie_within > 0 else "fault"
-    return Verdict(prompt, mode, verdict, len(expected), position, here, there, choice)
+    choice = choice_between(target, start, expected[:position], (here, there), sampling)
+    verdict: Literal["tie", "fault"] = "tie" if choice.is_tie else "fault"
+    return TextVerdict(prompt, mode, verdict, position + 1, position, here, there, choice)
 
 
-def top_two(
-    target: LanguageModel, prompt: Sequence[int], new: Sequence[int], sampling: Sampling
-) -> TopTwo:
-    """The target's first and second choice after ``prompt`` and ``new``, by a causal forward."""
+def choice_between(
+    target: LanguageModel,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    tokens: tuple[int | None, int | None],
+    sampling: Sampling,
+) -> Choice:
+    """What the target makes of two ``tokens`` after ``prompt`` and ``new``, by a causal forward.
+
+    The first is the expected one, the second the one found; None where a text had ended.
+    """
     text = [*prompt, *new]
     logits = torch.empty(0)
     with torch.no_grad():
@@ -233,25 +253,37 @@ def top_two(
     temperature = sampling.temperature
     if temperature != 0.0:
         values = values + Noise(sampling.seed, target.vocab_size).at(len(text)).to(values)
-    top = values.topk(2)
-    tokens = (int(top.indices[0]), int(top.indices[1]))
+    first = int(values.argmax())
     dtype = arithmetic_type(target)
     within = 0.0
     if not is_exact(dtype):
         # Rounding acts on the raw logits; a temperature below 1 spreads it like everything else.
-        largest = float(logits[list(tokens)].abs().max())
+        places = [first, *(token for token in tokens if token is not None)]
+        largest = float(logits[places].abs().max())
         within = TIE_UNITS * torch.finfo(dtype).eps * largest / (temperature or 1.0)
-    return TopTwo(tokens, (float(top.values[0]), float(top.values[1])), within)
+    expected, found = (-math.inf if token is None else float(values[token]) for token in tokens)
+    return Choice(first, float(values[first]), expected, found, within)
 
 
 def arithmetic_type(target: LanguageModel) -> torch.dtype:
-    """The type that the target computes in; a model of one's own counts as exact."""
+    """The type that the target's sums round like; a model of one's own counts as exact.
+
+    That of its weights, except where CUDA multiplies float32 as TF32: TF32 keeps as many bits of
+    the mantissa as float16.
+    """
     report = _report(target)
-    return torch.float64 if report is None else report.dtype
+    if report is None:
+        return torch.float64
+    # The getter also takes in the older switches (allow_tf32, set_float32_matmul_precision) and
+    # what is set for all of torch; "none" is torch's own default, which is float32 as it stands.
+    precision = torch.backends.cuda.matmul.fp32_precision
+    if report.dtype == torch.float32 and torch.device(target.device).type == "cuda":
+        return torch.float32 if precision in ("none", "ieee") else torch.float16
+    return report.dtype
 
 
 def is_exact(dtype: torch.dtype) -> bool:
-    """Whether a difference in this type is a fault and never a tie."""
+    """Whether a difference in arithmetic of this type is a fault and never a tie."""
     return dtype in _EXACT
 
 

@@ -1,6 +1,8 @@
 """The command line: commands, and what becomes of their errors.
 
-Exit codes: 0 done, 1 a check failed, 2 a user's mistake (one line on stderr), 130 interrupted.
+Exit codes: 0 done; 1 a check failed, or the output cannot be written (one line on stderr); 2 a
+user's mistake (one line on stderr); 130 interrupted; 141 the reader of the output left early, as
+``head`` does.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +22,7 @@ from treegraft.cli.compare import compare
 from treegraft.cli.demo import demo
 from treegraft.cli.describe import components, describe, schema
 from treegraft.cli.generate import generate
+from treegraft.cli.output import OutputError, ReaderLeft, checked_output
 from treegraft.core.errors import TreegraftError
 
 __all__ = ["app", "main", "run"]
@@ -56,22 +60,22 @@ _Mistake: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "Cli
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: that of the process) and return its exit code."""
     try:
-        code = app(
-            args=None if arguments is None else list(arguments),
-            prog_name="treegraft",
-            standalone_mode=False,
-        )
-        sys.stdout.flush()
+        with checked_output():
+            code = app(
+                args=None if arguments is None else list(arguments),
+                prog_name="treegraft",
+                standalone_mode=False,
+            )
     except TreegraftError as error:
-        return _mistake(str(error))
+        return _failed(str(error), 2)
     except _Mistake as error:
-        return _mistake(_with_value(error.format_message(), arguments))
+        return _failed(_with_value(error.format_message(), arguments), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        # The reader of our output has left, as `head` does; nothing may be written on exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ReaderLeft:
         return 141
+    except OutputError as error:
+        return _failed(str(error), 1)
     return code if isinstance(code, int) else 0
 
 
@@ -88,9 +92,10 @@ def _with_value(message: str, arguments: Sequence[str] | None) -> str:
     return message
 
 
-def _mistake(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+def _failed(message: str, code: int) -> int:
+    with suppress(OSError):  # nobody may be there to read it
+        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
 
 
 def main() -> None:

@@ -17,13 +17,14 @@ from treegraft.cli.options import (
     PromptFile,
     SchedulerName,
     Target,
+    check_limit,
     pipeline_config,
 )
 from treegraft.cli.output import print_json, progress
 
 if TYPE_CHECKING:
     from treegraft.backends.adapter import AdapterReport
-    from treegraft.bench.check import Check, Verdict
+    from treegraft.bench.check import Check, TextVerdict
 
 
 def check(
@@ -67,6 +68,7 @@ def check(
 
     if not resolved.drafters:
         raise ConfigError("drafters: at least one is needed to check drafting, found none")
+    check_limit(limit, prompts)
     wanted = None if prompts is None else read_prompts(prompts, limit)
     with progress("checking", None if wanted is None else 2 * len(wanted)) as tick:
         result = check_lossless(resolved, wanted, tokens, seed, on_verdict=tick)
@@ -88,7 +90,7 @@ def _print(result: Check) -> None:
     n_tokens = sum(v.n_tokens for v in result.verdicts)
     print(
         f"{'PASSED' if result.passed else 'FAILED'}: {len(result.verdicts)} texts, {n_tokens} "
-        f"tokens: {result.count('equal')} equal, {result.count('tie')} ties, "
+        f"tokens compared: {result.count('equal')} equal, {result.count('tie')} ties, "
         f"{result.count('fault')} faults"
     )
 
@@ -111,13 +113,13 @@ def _print_report(name: str, role: str, report: AdapterReport) -> None:
         print(f"  note             {text}")
 
 
-def _sentence(v: Verdict) -> str:
+def _sentence(v: TextVerdict) -> str:
     head = f"{v.verdict:6} {v.mode:7} {v.prompt}: {v.n_tokens} tokens"
     if v.choice is None:
         return head
-    (first, second), (high, low) = v.choice.tokens, v.choice.values
+    choice = v.choice
     return (
-        f"{head}; new token {v.position}: expected {v.expected}, found {v.found}; the target's "
-        f"first choices are {first} ({high:.6g}) and {second} ({low:.6g}), gap "
-        f"{v.choice.gap:.3g}, rounding explains {v.choice.tie_within:.3g}"
+        f"{head}; new token {v.position}: expected {v.expected} ({choice.expected:.6g}), found "
+        f"{v.found} ({choice.found:.6g}); the target's first choice is {choice.first} "
+        f"({choice.best:.6g}), gap {choice.gap:.3g}, rounding explains {choice.tie_within:.3g}"
     )

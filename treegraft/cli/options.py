@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from dataclasses import dataclass
@@ -131,7 +132,27 @@ def pipeline_config(options: PipelineOptions) -> PipelineConfig:
                 data["scheduler"] = _turns(parse_config(data))
     if options.scheduler is not None:
         data["scheduler"] = _scheduler(options.scheduler)
+    elif options.depth is not None and data.get("scheduler", {}).get("kind") == "fixed":
+        data["scheduler"] = _cut(data["scheduler"], options.depth)
     return parse_config(data)
+
+
+def _cut(scheduler: dict[str, Any], depth: int) -> dict[str, Any]:
+    """A fixed schedule for ``depth`` layers: the file's, without the layers that are not drafted.
+
+    Whatever differs from what the user may expect is printed on stderr.
+    """
+    calls = scheduler["calls"]
+    how = "set it with --scheduler"
+    if depth > len(calls):
+        note(f"--depth {depth}: the file's scheduler.calls end after {len(calls)} layers; {how}")
+    if not 0 <= depth < len(calls):
+        return scheduler
+    if depth == 0:
+        return {"kind": "never"}
+    shown = ",".join(map(str, calls[:depth]))
+    note(f"scheduler: fixed:{shown} (the file's calls cut to --depth {depth}; {how})")
+    return {"kind": "fixed", "calls": calls[:depth]}
 
 
 def _turns(config: PipelineConfig) -> dict[str, Any]:
@@ -185,19 +206,40 @@ def _scheduler(text: str) -> dict[str, Any]:
 def prompt_list(text: str | None, file: Path | None, limit: int | None, ids: bool) -> list[Prompt]:
     """Prompts of ``-p`` and ``--prompts``; with ``ids`` texts are read as token ids."""
     from treegraft.core.errors import PromptError
-    from treegraft.prompts import Prompt, parse_ids, read_prompts
+    from treegraft.prompts import Prompt, check_text, parse_ids, read_prompts
 
     if (text is None) == (file is None):
         found = "neither" if text is None else "both"
         raise PromptError(f"one of -p TEXT and --prompts FILE is needed, found {found}")
+    check_limit(limit, file)
     if file is not None:
         prompts = read_prompts(file, limit)
     else:
         assert text is not None
-        prompts = [Prompt("prompt", sys.stdin.read() if text == "-" else text)]
+        given = _stdin() if text == "-" else text
+        prompts = [Prompt("prompt", check_text(given, "stdin" if text == "-" else "--prompt"))]
     if not ids:
         return prompts
     return [
         Prompt(p.id, parse_ids(p.content) if isinstance(p.content, str) else p.content, p.kind)
         for p in prompts
     ]
+
+
+def check_limit(limit: int | None, file: Path | None) -> None:
+    """PromptError if ``--limit`` has no file to act on, where it would do nothing."""
+    from treegraft.core.errors import PromptError
+
+    if limit is not None and file is None:
+        raise PromptError(f"--limit {limit} needs --prompts FILE, found none")
+
+
+def _stdin() -> str:
+    from treegraft.core.errors import PromptError
+
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="")  # as it stands, as with a file
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"stdin is not text in {error.encoding.upper()}") from None

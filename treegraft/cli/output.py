@@ -3,18 +3,101 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["Ticker", "note", "print_json", "progress", "stderr", "stdout", "working"]
+__all__ = [
+    "OutputError",
+    "ReaderLeft",
+    "Ticker",
+    "checked_output",
+    "note",
+    "print_json",
+    "progress",
+    "stderr",
+    "stdout",
+    "working",
+]
 
 _WIDTH = 110
 """Columns where there is no terminal to ask."""
+
+
+class OutputError(Exception):
+    """stdout or stderr cannot take what is written; one line says why."""
+
+
+class ReaderLeft(OutputError):
+    """Whoever read our output has left, as ``head`` does."""
+
+
+class _Checked:
+    """A stream whose errors are ``OutputError``.
+
+    As errors of the system, typer and rich would each end the process in their own way, and
+    nothing would tell them from the errors of a file that is read.
+    """
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._failure: OutputError | None = None
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._stream, attribute)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            self._stream.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        # Once failed it stays failed: typer tries streams out and swallows what they raise.
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except OSError as error:
+            self._silence()
+            if isinstance(error, BrokenPipeError):
+                self._failure = ReaderLeft(f"the reader of {self._name} has left")
+            else:
+                self._failure = OutputError(f"{self._name} cannot be written: {error.strerror}")
+            raise self._failure from None
+        except UnicodeEncodeError as error:
+            raise OutputError(
+                f"{self._name} in {error.encoding} cannot hold {error.object[error.start]!a}; "
+                "set PYTHONIOENCODING=utf-8"
+            ) from None
+
+    def _silence(self) -> None:
+        """Let what is still in the buffer go nowhere, or Python would complain on exit."""
+        with suppress(OSError, ValueError):  # a stream without a file has no buffer to lose
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def checked_output() -> Iterator[None]:
+    """Inside, writing to stdout and stderr raises ``OutputError`` where it fails."""
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Checked(out, "stdout"), _Checked(err, "stderr")
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout, sys.stderr = out, err
 
 
 def stdout() -> Console:

@@ -26,7 +26,9 @@ class LmConfig(BaseModel):
 
     kind: Literal["lm"] = "lm"
     name: str | None = Field(
-        None, description="Name in statistics and schedules; default: the last part of the model."
+        None,
+        min_length=1,
+        description="Name in statistics and schedules; default: the last part of the model.",
     )
     model: str = Field(min_length=1, description="zoo:NAME, a local path, or a hub id.")
     read_ahead: int = Field(
