@@ -226,8 +226,11 @@ class TensorTree(TreeBackend):
 def _own(logprobs: Tensor) -> NDArray[np.float32]:
     """float32 scores: NaN is no score, and nothing is likelier than certain."""
     scores = logprobs.detach().to(torch.float32).numpy()
-    own: NDArray[np.float32] = np.where(np.isnan(scores), np.float32(-np.inf), scores)
-    return np.minimum(own, np.float32(0.0))
+    own: NDArray[np.float32] = np.minimum(scores, np.float32(0.0))
+    unknown = np.isnan(own)
+    if unknown.any():
+        own[unknown] = -np.inf
+    return own
 
 
 def _falling(values: NDArray[np.float32] | NDArray[np.int64]) -> NDArray[np.int64]:

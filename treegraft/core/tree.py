@@ -99,9 +99,12 @@ class Proposals:
                 raise TreeError(f"proposals must be on the cpu, found {name} elsewhere")
         if self.logprobs.device.type != "cpu":
             raise TreeError("proposals must be on the cpu, found logprobs elsewhere")
-        if n_paths and int(self.match.min()) < 0:
-            raise TreeError(f"proposal match must be 0 or more, found {int(self.match.min())}")
-        if n_paths and (int(self.positions.min()) < 0 or int(self.positions.max()) >= n_nodes):
+        if n_paths == 0:
+            return
+        match, positions = self.match.numpy(), self.positions.numpy()
+        if match.min() < 0:
+            raise TreeError(f"proposal match must be 0 or more, found {match.min()}")
+        if positions.min() < 0 or positions.max() >= n_nodes:
             raise TreeError(
                 f"proposal positions must be nodes 0..{n_nodes - 1}, found "
                 f"{self.positions.tolist()}"

@@ -51,7 +51,7 @@ class TreegraftGraft(GraftPolicy):
         positions = frontier
         if isinstance(drafter, ScoringDrafter):
             tree.rescore_(drafter.score(tree), index)
-            depth = tree.depth[frontier]
+            depth = tree.depth.numpy()[frontier.numpy()]
             positions = tree.best(
                 width,
                 int(depth.min()) - self._lookback,

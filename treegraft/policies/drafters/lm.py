@@ -132,17 +132,20 @@ class LmDrafter(ScoringDrafter):
         parent, token = tree.parent.numpy(), tree.token.numpy()
         inner = np.zeros(n, dtype=np.bool_)
         # The root is its own parent, but alone it asks for no reading.
-        inner[parent[max(n_done, 1) :]] = True
+        first = max(n_done, 1)
+        inner[parent[first:]] = True
         if (self._rank[inner] < 0).any():
             leaves = np.flatnonzero(~inner & (self._rank < 0))
             if leaves.shape[0] <= self._read_ahead:
                 inner[leaves] = True
             self._read(tree, inner)
-        fresh = torch.full((n - n_done,), -torch.inf, dtype=torch.float32)
-        known = np.flatnonzero(token[n_done:] < self._model.vocab_size)
-        known = known[known + n_done > 0]
-        rows, columns = self._rank[parent[n_done:][known]], token[n_done:][known]
-        fresh[known] = self._logq[rows, columns].cpu()
+        if n_done == 0:  # the root's entry says nothing
+            self._scores = torch.full((1,), -torch.inf, dtype=torch.float32)
+        rows, columns = self._rank[parent[first:]], token[first:]
+        fresh = self._logq[rows, np.minimum(columns, self._last_id)].cpu()
+        foreign = columns > self._last_id
+        if foreign.any():  # an id that this model does not have cannot follow
+            fresh[torch.from_numpy(foreign)] = -torch.inf
         self._scores = torch.cat([self._scores, fresh])
         return self._scores
 
