@@ -35,7 +35,9 @@ def test_tree_logits_equal_path_logits(name: str, attention: str) -> None:
     for n_prefix in (1, 11, 17):  # from below a window to well past it
         parents = random_parents(14, dice)
         tree, paths = tree_and_path_logits(model, n_prefix, parents, dice)
-        assert relative_error(tree, paths) < 1e-5
+        # Weights drawn this wide amplify rounding: 3e-5 was seen, depending on the threads. A wrong
+        # mask or position errs by 1e-1; what is between, the test in float64 sees.
+        assert relative_error(tree, paths) < 1e-4
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -82,7 +82,7 @@ def test_last_only_gives_the_last_row_of_the_logits() -> None:
     every = model.forward(model.new_cache(8), text, places, places, visible)
     last = model.forward(model.new_cache(8), text, places, places, visible, last_only=True)
     assert last.shape == (1, VOCAB)
-    assert torch.allclose(last[0], every[-1], atol=1e-5)
+    assert torch.allclose(last[0], every[-1], atol=1e-4)
 
 
 def test_two_texts_in_two_caches_do_not_meet() -> None:
@@ -123,7 +123,7 @@ def test_a_model_in_training_is_read_without_dropout_and_goes_on_training() -> N
     assert all(parameter.grad is None for parameter in given.parameters())
     assert not logits.requires_grad
     assert not logits.is_inference()
-    assert relative_error(logits, plain_logits(given.eval(), text)) < 1e-5
+    assert relative_error(logits, plain_logits(given.eval(), text)) < 1e-4
 
 
 def test_a_forward_that_raises_still_restores_the_training_flags() -> None:

@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import treegraft
 from treegraft.zoo import ZooPrompt, catalog
 
 ROOT = Path(__file__).parents[2]
-
-needs_zoo = pytest.mark.skipif(
-    not (Path(treegraft.__file__).parent / "zoo" / "target").is_dir(), reason="no zoo is built"
-)
 
 
 @pytest.fixture
@@ -100,7 +95,6 @@ def test_examples_decode_what_plain_decoding_does(treegraft, monkeypatch, exampl
     assert drafted.out == plain.out
 
 
-@needs_zoo
 def test_the_shipped_models_draft_the_same_tokens(treegraft):
     result = treegraft("demo", "--json", "--prompts-per-kind", 2, "-n", 16)
     assert result.code == 0
@@ -110,7 +104,6 @@ def test_the_shipped_models_draft_the_same_tokens(treegraft):
     assert all(figures["identical"] for figures in data["configs"].values())
 
 
-@needs_zoo
 def test_the_readme_prompt_runs(treegraft):
     result = treegraft(
         *("generate", "-c", ROOT / "examples" / "zoo.yaml", "-p", "def parse_args(", "-n", 24)

@@ -1,0 +1,5 @@
+"""A small family of models and prompts that ships with the package."""
+
+from treegraft.zoo.catalog import ZooPrompt, zoo_kinds, zoo_names, zoo_path, zoo_prompts
+
+__all__ = ["ZooPrompt", "zoo_kinds", "zoo_names", "zoo_path", "zoo_prompts"]
