@@ -1,7 +1,7 @@
 """Hypothesis profiles, and a guard that no test leaves global state changed.
 
-``HYPOTHESIS_PROFILE=ci`` runs more examples, always the same ones; tests marked ``slow`` use
-``thorough`` whatever profile is loaded.
+``HYPOTHESIS_PROFILE=ci`` (the default where the variable CI is set) runs more examples, always the
+same ones; tests marked ``slow`` use ``thorough`` whatever profile is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ settings.register_profile("ci", max_examples=200, deadline=None, derandomize=Tru
 settings.register_profile(
     "thorough", max_examples=1000, deadline=None, derandomize=True, database=None
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+# On a CI machine the same examples run every time; elsewhere each run tries new ones.
+_DEFAULT = "ci" if os.environ.get("CI") else "dev"
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _DEFAULT))
 
 # Building a Hugging Face model draws its weights from torch's global stream; tests in these folders
 # build many.
