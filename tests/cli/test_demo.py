@@ -58,7 +58,7 @@ def test_json_is_all_that_is_on_stdout(treegraft):
 def test_text_output_streams_and_says_what_was_found(treegraft):
     result = treegraft("demo", "--prompts-per-kind", 1, "-n", 6, "--temperature", 0.8)
     assert result.code == 0
-    assert result.out.startswith("A completion, drafted by ngram and small:\ncode 1")
+    assert result.out.startswith("A completion, drafted by ngram and small:\ndef is_palindrome")
     assert "Ratio to plain by kind of prompt" in result.out
     assert "All 36 drafted tokens are identical to plain decoding" in result.out
 

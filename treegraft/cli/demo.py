@@ -13,9 +13,11 @@ from treegraft.cli.output import note, print_json, progress, stderr, stdout, wor
 if TYPE_CHECKING:
     from treegraft.bench.demo import Demo
     from treegraft.pipeline import Pipeline
-    from treegraft.prompts import Prompt
 
 _STREAMED_TOKENS = 48
+_STREAMED_PROMPT = (
+    'def is_palindrome(text):\n    """Return True if text reads the same backwards."""\n'
+)
 
 
 def demo(
@@ -52,8 +54,7 @@ def demo(
         pipelines = build_pipelines(demo_configs(temperature, seed))
         choose_threads(pipelines["plain"], prompts[0])
     if not as_json:
-        shortest = min(prompts, key=lambda prompt: len(prompt.content))
-        _stream(pipelines["mixed"], shortest, max_new_tokens or _STREAMED_TOKENS)
+        _stream(pipelines["mixed"], max_new_tokens or _STREAMED_TOKENS)
     with progress("four ways of decoding", len(prompts)) as tick:
         result = run_demo(pipelines, prompts, max_new_tokens, on_run=tick)
     n = result.comparison.n_prompts
@@ -67,12 +68,12 @@ def demo(
         raise typer.Exit(1)
 
 
-def _stream(pipeline: Pipeline, prompt: Prompt, n: int) -> None:
+def _stream(pipeline: Pipeline, n: int) -> None:
     """One completion as it comes; the prompt is dimmed where that is possible."""
     out = stdout()
     out.print(f"A completion, drafted by {' and '.join(pipeline.drafter_names)}:", style="bold")
-    out.print(prompt.content, style="dim", markup=False, soft_wrap=True, end="")
-    for chunk in pipeline.stream(prompt.content, max_new_tokens=n):
+    out.print(_STREAMED_PROMPT, style="dim", markup=False, soft_wrap=True, end="")
+    for chunk in pipeline.stream(_STREAMED_PROMPT, max_new_tokens=n):
         sys.stdout.write(chunk.text or "")
         sys.stdout.flush()
     sys.stdout.write("\n\n")
