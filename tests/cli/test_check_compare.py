@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 FAULTY = "verifier: {kind: 'faulty_verifier:AcceptsTheFirstChild'}\n"
 
@@ -145,3 +146,49 @@ def test_check_in_bfloat16_knows_ties_or_equality_only(zoo, treegraft):
     )
     assert result.code == 0
     assert result.json["adapter"]["dtype"] == "bfloat16"
+
+
+def test_checkpoints_of_other_families_are_checked_by_path(treegraft, zoo, tmp_path):
+    """A sliding-window target and a gpt2 drafter, given by folder, sharing one tokenizer."""
+    from transformers import (
+        AutoTokenizer,
+        GPT2Config,
+        GPT2LMHeadModel,
+        MistralConfig,
+        MistralForCausalLM,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(zoo.target)
+    n = len(tokenizer)
+    shared = {"vocab_size": n, "initializer_range": 0.6, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(4)
+    mistral = MistralConfig(
+        **shared,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        max_position_embeddings=256,
+    )
+    gpt2 = GPT2Config(**shared, n_embd=32, n_layer=1, n_head=2, n_positions=256)
+    for name, model in (
+        ("mistral", MistralForCausalLM(mistral)),
+        ("gpt2", GPT2LMHeadModel(gpt2)),
+    ):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    models = (
+        "--target",
+        tmp_path / "mistral",
+        "--drafter",
+        "ngram",
+        "--drafter",
+        tmp_path / "gpt2",
+    )
+    result = treegraft("check", *models, "--tokens", 24)
+    assert result.code == 0, result.err
+    assert "0 faults" in result.out
+    made = treegraft("generate", *models, "-p", "one two three, one", "-n", 16, "--json")
+    assert made.code == 0, made.err
