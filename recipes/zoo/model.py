@@ -22,15 +22,18 @@ MAX_POSITIONS = 2048
 # because at batch 1 a forward costs by its layers; two layers are the fewest that can copy from
 # the context.
 SHAPES: dict[str, tuple[int, int, int, int, int]] = {
-    "target": (12, 192, 512, 4, 2),
+    "target": (16, 192, 512, 4, 2),
     "medium": (4, 192, 512, 4, 2),
     "small": (2, 128, 384, 4, 2),
 }
 
 
-def build(name: str, seed: int) -> LlamaForCausalLM:
-    """A freshly initialised member of the family; ``seed`` fixes its weights."""
+def build(name: str, seed: int, depth: int | None = None) -> LlamaForCausalLM:
+    """A freshly initialised member of the family; ``seed`` fixes its weights, ``depth`` replaces its
+    number of layers.
+    """
     layers, hidden, inner, heads, kv_heads = SHAPES[name]
+    layers = depth or layers
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from grow import grow_
+from grow import depth_of, grow_
 from model import build, hidden, layer
 from muon import Muon
 from torch import Tensor
@@ -98,7 +98,7 @@ def main(
         str, typer.Option(help="Run folder below WORK; default: the member's name.")
     ] = "",
     grown_from: Annotated[
-        str, typer.Option(help="A shallower member whose run below WORK starts this one.")
+        str, typer.Option(help="Run folder below WORK of a shallower model that starts this one.")
     ] = "",
     steps: Annotated[
         int, typer.Option(help="Stop the stable phase at this step (counted from the start).")
@@ -127,13 +127,13 @@ def main(
             optim.load_state_dict(value)
         state = saved["state"]
     elif grown_from:
-        shallow = build(grown_from, seed)
         saved = torch.load(work / grown_from / "stable.pt", weights_only=True)
+        shallow = build(member, seed, depth_of(saved["model"]))
         shallow.load_state_dict(saved["model"])
         grow_(model, shallow)
         # The text goes on where the shallow run stopped; steps count anew: the rate warms up again.
         state["position"] = saved["state"]["position"]
-        origin = {"member": grown_from, **saved["state"]}
+        origin = {"run": grown_from, **saved["state"]}
         (folder / "grown.json").write_text(json.dumps(origin) + "\n")
 
     train = np.load(work / f"{pack}-train.npy", mmap_mode="r")
