@@ -25,7 +25,14 @@ from treegraft.policies.schedulers import (
     NeverConfig,
     NeverScheduler,
 )
-from treegraft.policies.verifiers import WalkConfig, WalkVerifier
+from treegraft.policies.verifiers import (
+    LedgerConfig,
+    LedgerVerifier,
+    TraversalConfig,
+    TraversalVerifier,
+    WalkConfig,
+    WalkVerifier,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,15 @@ ROLES: dict[str, Role] = {
                 "fixed": (FixedConfig, FixedScheduler),
             },
         ),
-        Role("verifier", Verifier, {"walk": (WalkConfig, WalkVerifier)}),
+        Role(
+            "verifier",
+            Verifier,
+            {
+                "walk": (WalkConfig, WalkVerifier),
+                "ledger": (LedgerConfig, LedgerVerifier),
+                "traversal": (TraversalConfig, TraversalVerifier),
+            },
+        ),
     )
 }
 

@@ -25,7 +25,7 @@ from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
 from treegraft.policies.grafts import TreegraftConfig
 from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
-from treegraft.policies.verifiers import WalkConfig
+from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 
 
 class _Strict(BaseModel):
@@ -79,7 +79,10 @@ SchedulerConfig = Annotated[
     Discriminator(_tag),
 ]
 VerifierConfig = Annotated[
-    Annotated[WalkConfig, Tag("walk")] | Annotated[CustomConfig, Tag("package.module:Class")],
+    Annotated[WalkConfig, Tag("walk")]
+    | Annotated[LedgerConfig, Tag("ledger")]
+    | Annotated[TraversalConfig, Tag("traversal")]
+    | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
 
@@ -200,6 +203,25 @@ class PipelineConfig(_Strict):
                 f"found {n_calls}"
             )
         return self
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether the text is plain decoding's token by token; else it only has the same law.
+
+        ``walk`` takes the target's own token everywhere. The other verifiers toss coins where a
+        drafter drew (``ledger``) or anyway (``traversal``), unless nothing is random. One's own
+        drafter counts as one that draws, one's own verifier as a walk.
+        """
+        kind = self.verifier.kind
+        if self.sampling.temperature == 0.0 or kind not in {"ledger", "traversal"}:
+            return True
+        draws = any(
+            drafter.children != "topk"
+            if isinstance(drafter, LmConfig)
+            else isinstance(drafter, CustomConfig)
+            for drafter in self.drafters
+        )
+        return kind == "ledger" and not draws
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -324,8 +346,8 @@ def _one_line(error: ValidationError) -> str:
     faults = error.errors(include_url=False)
     fault = faults[0]
     # Tags of the unions stand in the location, but are no keys that a user wrote.
-    tags = {"ngram", "lm", "layered", "treegraft", "never", "always", "fixed", "walk"}
-    tags.add("package.module:Class")
+    tags = {"ngram", "lm", "layered", "treegraft", "never", "always", "fixed"}
+    tags |= {"walk", "ledger", "traversal", "package.module:Class"}
     where = ".".join(str(part) for part in fault["loc"] if part not in tags)
     message = fault["msg"].removeprefix("Value error, ")
     n_found = fault.get("ctx", {}).get("actual_length")

@@ -27,7 +27,7 @@ from treegraft.core.roles import (
     TreeBuilder,
     Verifier,
 )
-from treegraft.core.sampling import History, Noise, Sampling, TargetDistribution
+from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
 from treegraft.core.stats import StepRecord
 from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import ROOT, TokenTree
@@ -116,8 +116,16 @@ class Decoding:
                 torch.cat([t.tokens for t in tops]),
                 torch.cat([t.logprobs for t in tops]),
             )
-        context = Context(tuple(text), self._capacity, target.vocab_size, top)
-        for drafter in self.parts.drafters:
+        for number, drafter in enumerate(self.parts.drafters):
+            context = Context(
+                tuple(text),
+                self._capacity,
+                target.vocab_size,
+                top,
+                temperature=self.sampling.temperature,
+                seed=self.sampling.seed,
+                stream=DRAWS + number,
+            )
             drafter.begin(context)
 
     def _top(self, logits: Tensor, tokens: Sequence[int]) -> TargetTop:
@@ -185,7 +193,7 @@ class Decoding:
             return TokenTree.root_only(text[-1]), (), (0,) * n
         calls: list[int] = []
         with parts.watch.stage("tree"):
-            tree.reset_(text[-1], max_depth)
+            tree.reset_(text[-1], max_depth, parts.builder.budget)
             frontier = torch.tensor([ROOT])
             for layer in range(1, parts.builder.depth + 1):
                 with parts.watch.stage("scheduler"):
@@ -217,10 +225,10 @@ class Decoding:
                     break
             with _named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
-            self._check(pruned, max_depth)
+            self._check(pruned, max_depth, tree.n_drawn)
             return pruned, tuple(calls), _count(tree.source.tolist(), n)
 
-    def _check(self, tree: TokenTree, max_depth: int) -> None:
+    def _check(self, tree: TokenTree, max_depth: int, n_drawn: int) -> None:
         """TreeError if what is to be verified is no tree over the committed text.
 
         Grafts and builders may be anybody's; with this they can waste time but change no token.
@@ -234,6 +242,11 @@ class Decoding:
             raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
         if deepest > max_depth:
             raise TreeError(f"the text has room for a depth of {max_depth}, found {deepest}")
+        n_slots = 0 if tree.ledger is None else int((tree.ledger.row >= 0).sum())
+        if n_slots != n_drawn:
+            raise TreeError(
+                f"the pruned tree's ledger must hold all {n_drawn} draws, found {n_slots}"
+            )
 
     def _within_limit(self, index: int | None, tree: TreeBackend) -> int | None:
         """The chosen drafter, or the next cheaper one whose context still has room."""

@@ -29,8 +29,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
 
 
 def build(name: str, seed: int, depth: int | None = None) -> LlamaForCausalLM:
-    """A freshly initialised member of the family; ``seed`` fixes its weights, ``depth`` replaces its
-    number of layers.
+    """A freshly initialised member of the family; ``seed`` fixes its weights, ``depth`` replaces
+    its number of layers.
     """
     layers, hidden, inner, heads, kv_heads = SHAPES[name]
     layers = depth or layers

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treegraft.core.errors import TreeError
 from treegraft.core.roles import TreeBackend
 from treegraft.core.sampling import History, Noise, Sampling, TargetDistribution
-from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
+from treegraft.core.tree import NOBODY, ROOT, Ledger, Proposals, TokenTree
 
 
 @final
@@ -31,6 +32,9 @@ class ReferenceTree(TreeBackend):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._max_depth = 0
+        self._budget: int | None = None
+        # (node, token, child or -1, probabilities, number of nodes before) of each draw.
+        self._draws: list[tuple[int, int, int, Tensor, int]] = []
         self.graph = nx.DiGraph()
 
     def _column(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -85,8 +89,19 @@ class ReferenceTree(TreeBackend):
             row[self._lineage(node)] = True
         return rows
 
-    def reset_(self, token: int, max_depth: int) -> None:
+    @property
+    def n_drawn(self) -> int:
+        return len(self._draws)
+
+    def _bound(self, *more: int) -> set[int]:
+        """Nodes under which something was drawn (or is to be, under ``more``), and all above."""
+        drawn_under = {ROOT, *more, *(draw[0] for draw in self._draws)}
+        return {above for node in drawn_under for above in self._lineage(node)}
+
+    def reset_(self, token: int, max_depth: int, budget: int | None = None) -> None:
         self._max_depth = max_depth
+        self._budget = budget
+        self._draws = []
         self.graph = nx.DiGraph()
         self.graph.add_node(
             ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set()
@@ -99,6 +114,9 @@ class ReferenceTree(TreeBackend):
         for node in above:
             self.graph.nodes[node]["visitors"].add(source)
         alive = list(range(n_paths))
+        since, drawn = self.n_nodes, self._accepted_draws(proposals)
+        if proposals.draw is not None:
+            alive = [i for i in alive if proposals.draw[i] < 0 or i in drawn]
         # Level by level, so that the numbering does not depend on which path comes first.
         for step in range(length):
             level: dict[tuple[int, int], float] = {}
@@ -122,7 +140,30 @@ class ReferenceTree(TreeBackend):
                     above[i] = node
                     alive.append(i)
             alive.sort()
+        rows: dict[int, Tensor] = {}
+        for i in drawn:
+            assert proposals.draw is not None
+            assert proposals.q is not None
+            row = int(proposals.draw[i])
+            q = rows.setdefault(row, proposals.q[row])
+            position, token = int(proposals.positions[i]), int(proposals.tokens[i, 0])
+            self._draws.append((position, token, int(nodes[i, 0]), q, since))
         return nodes
+
+    def _accepted_draws(self, proposals: Proposals) -> list[int]:
+        """Drawn paths whose position the budget can keep and the depth allows."""
+        if proposals.draw is None:
+            return []
+        accepted: list[int] = []
+        promised: list[int] = []
+        for i, row in enumerate(proposals.draw.tolist()):
+            position = int(proposals.positions[i])
+            if row < 0 or len(self._lineage(position)) - 1 >= self._max_depth:
+                continue
+            if self._budget is None or len(self._bound(*promised, position)) <= self._budget + 1:
+                promised.append(position)
+                accepted.append(i)
+        return accepted
 
     def _place(self, parent: int, token: int, score: float, source: int, overwrite: bool) -> int:
         for node in self.graph.successors(parent):
@@ -167,7 +208,13 @@ class ReferenceTree(TreeBackend):
         return torch.tensor(ranked[:width], dtype=torch.int64)
 
     def prune(self, budget: int) -> TokenTree:
-        ranked = sorted(range(self.n_nodes), key=lambda v: (-self._sum(v), v))
+        bound = self._bound()
+        if len(bound) > budget + 1:
+            raise TreeError(
+                f"a budget of {budget} cannot hold the {len(bound) - 1} nodes under which "
+                "something was drawn"
+            )
+        ranked = sorted(range(self.n_nodes), key=lambda v: (v not in bound, -self._sum(v), v))
         kept = sorted(ranked[: budget + 1])
         place = {node: i for i, node in enumerate(kept)}
         numbers = torch.tensor(kept)
@@ -180,6 +227,34 @@ class ReferenceTree(TreeBackend):
             scorer=self.scorer[numbers],
             ancestors=self.ancestors(numbers)[:, numbers],
             node=numbers,
+            ledger=self._ledger(place) if self._draws else None,
+        )
+
+    def _ledger(self, place: dict[int, int]) -> Ledger:
+        rows: list[Tensor] = []
+        slots: list[tuple[tuple[int, ...], int, int, int, int]] = []
+        made = set()
+        for i, (node, token, child, q, since) in enumerate(self._draws):
+            if not any(q is row for row in rows):
+                rows.append(q)
+            row = next(r for r, held in enumerate(rows) if held is q)
+            slots.append(((since, 0, i), node, token, child, row))
+            if child >= since:
+                made.add(child)
+        for node in range(1, self.n_nodes):
+            above, token = self._above(node), self.graph.nodes[node]["token"]
+            if node not in made and above in place:
+                slots.append(((node, 1), above, token, node, -1))
+        slots.sort()
+        q = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.float64)
+        for held, row in zip(rows, q, strict=True):
+            row[: len(held)] = held
+        return Ledger(
+            node=torch.tensor([place[node] for _, node, _, _, _ in slots]),
+            token=torch.tensor([token for _, _, token, _, _ in slots]),
+            child=torch.tensor([place.get(child, -1) for _, _, _, child, _ in slots]),
+            row=torch.tensor([row for _, _, _, _, row in slots]),
+            q=q,
         )
 
 

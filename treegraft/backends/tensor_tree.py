@@ -7,6 +7,7 @@ operation of numpy costs a fifth of one of torch (docs/decisions/0002-host-tree.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treegraft.core.errors import TreeError
 from treegraft.core.roles import TreeBackend
-from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
+from treegraft.core.tree import NOBODY, ROOT, Ledger, Proposals, TokenTree
 
 
 @final
@@ -31,6 +33,11 @@ class TensorTree(TreeBackend):
         self._n = 0
         self._max_depth = 0
         self._child: dict[int, int] = {}
+        self._budget: int | None = None
+        self._draws: list[_Draw] = []
+        self._q: list[Tensor] = []
+        # Nodes that are verified whatever they score: drawn under, or above such a node.
+        self._bound: set[int] = {ROOT}
         self._open(n_slots)
 
     def _open(self, n_slots: int) -> None:
@@ -87,9 +94,16 @@ class TensorTree(TreeBackend):
     def ancestors(self, nodes: Tensor) -> Tensor:
         return torch.from_numpy(self._lineage[nodes.numpy(), : self._n])
 
-    def reset_(self, token: int, max_depth: int) -> None:
+    @property
+    def n_drawn(self) -> int:
+        return len(self._draws)
+
+    def reset_(self, token: int, max_depth: int, budget: int | None = None) -> None:
         self._n = 1
         self._max_depth = max_depth
+        self._budget = budget
+        if self._draws:
+            self._draws, self._q, self._bound = [], [], {ROOT}
         self._child.clear()
         self._token[ROOT] = token
         self._lineage[ROOT] = False
@@ -103,6 +117,13 @@ class TensorTree(TreeBackend):
         alive: NDArray[np.int64] = np.arange(n_paths)
         above = proposals.positions.numpy()
         self._visited[above] |= 1 << source
+        since = self._n
+        drawn: list[int] = []
+        if proposals.draw is not None:
+            drawn, refused = self._bind_(proposals.draw, above)
+            if refused:
+                alive = np.setdiff1d(alive, refused)
+                above = above[alive]
         stale = False
         for step in range(length):
             token = tokens[alive, step]
@@ -117,7 +138,49 @@ class TensorTree(TreeBackend):
             stale = stale or changed
         if stale:
             self._accumulate_()
+        if drawn:
+            self._note_(proposals, drawn, nodes[:, 0], since)
         return torch.from_numpy(nodes)
+
+    def _bind_(self, draw: Tensor, above: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+        """Paths whose draw counts, and those refused, whose position cannot be promised a place."""
+        rows = draw.numpy()
+        drawn, refused = [], []
+        for path in (rows >= 0).nonzero()[0].tolist():
+            position = int(above[path])
+            if self._depth[position] >= self._max_depth:
+                continue
+            if position not in self._bound:
+                lineage = self._lineage[position, : position + 1].nonzero()[0].tolist()
+                bound = self._bound.union(lineage)
+                if self._budget is not None and len(bound) > self._budget + 1:
+                    refused.append(path)
+                    continue
+                self._bound = bound
+            drawn.append(path)
+        return drawn, refused
+
+    def _note_(
+        self, proposals: Proposals, drawn: list[int], nodes: NDArray[np.int64], since: int
+    ) -> None:
+        """Enter what was drawn, whether it brought a node or not."""
+        assert proposals.draw is not None
+        assert proposals.q is not None
+        place: dict[int, int] = {}
+        for path in drawn:
+            row = int(proposals.draw[path])
+            if row not in place:
+                place[row] = len(self._q)
+                self._q.append(proposals.q[row])
+            self._draws.append(
+                _Draw(
+                    int(proposals.positions[path]),
+                    int(proposals.tokens[path, 0]),
+                    int(nodes[path]),
+                    place[row],
+                    since,
+                )
+            )
 
     def _add_level_(
         self,
@@ -208,8 +271,18 @@ class TensorTree(TreeBackend):
     def prune(self, budget: int) -> TokenTree:
         # A child never outscores its parent and is numbered after it, so a stable sort keeps every
         # kept node's ancestors, and sorting the kept numbers puts parents first.
-        kept = np.sort(_falling(self._logprob[: self._n])[: budget + 1])
-        place = np.zeros(self._n, dtype=np.int64)
+        order = _falling(self._logprob[: self._n])
+        if self._draws:
+            if len(self._bound) > budget + 1:
+                raise TreeError(
+                    f"a budget of {budget} cannot hold the {len(self._bound) - 1} nodes under "
+                    "which something was drawn"
+                )
+            bound = np.zeros(self._n, dtype=np.bool_)
+            bound[list(self._bound)] = True
+            order = np.concatenate([order[bound[order]], order[~bound[order]]])
+        kept = np.sort(order[: budget + 1])
+        place = np.full(self._n, -1, dtype=np.int64)
         place[kept] = np.arange(kept.shape[0])
         return TokenTree(
             token=torch.from_numpy(self._token[kept]),
@@ -220,7 +293,45 @@ class TensorTree(TreeBackend):
             scorer=torch.from_numpy(self._scorer[kept]),
             ancestors=torch.from_numpy(self._lineage[np.ix_(kept, kept)]),
             node=torch.from_numpy(kept),
+            ledger=self._ledger(place) if self._draws else None,
         )
+
+    def _ledger(self, place: NDArray[np.int64]) -> Ledger:
+        """Slots under kept nodes (``place`` >= 0), draws of a call before its other children."""
+        # A draw of a child that was there before is one more slot; it does not move the child's.
+        made = {draw.child for draw in self._draws if draw.child >= draw.since}
+        slots = [
+            (d.since, 0, i, d.node, d.token, d.child, d.row) for i, d in enumerate(self._draws)
+        ]
+        for node in range(1, self._n):
+            above = int(self._parent[node])
+            if node not in made and place[above] >= 0:
+                slots.append((node, 1, 0, above, int(self._token[node]), node, -1))
+        slots.sort()
+        rows = np.array([slot[3:] for slot in slots], dtype=np.int64).reshape(-1, 4)
+        width = max(q.shape[0] for q in self._q)
+        table = torch.zeros(len(self._q), width, dtype=torch.float64)
+        for row, q in enumerate(self._q):
+            table[row, : q.shape[0]] = q
+        child = rows[:, 2]
+        return Ledger(
+            node=torch.from_numpy(place[rows[:, 0]]),
+            token=torch.from_numpy(rows[:, 1].copy()),
+            child=torch.from_numpy(np.where(child >= 0, place[child], -1)),
+            row=torch.from_numpy(rows[:, 3].copy()),
+            q=table,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """A token drawn under ``node`` from ``row`` when the tree had ``since`` nodes."""
+
+    node: int
+    token: int
+    child: int
+    row: int
+    since: int
 
 
 def _own(logprobs: Tensor) -> NDArray[np.float32]:

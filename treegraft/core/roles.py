@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from treegraft.core.sampling import TargetDistribution
+from treegraft.core.sampling import DRAWS, TargetDistribution
 from treegraft.core.stats import StepRecord
 from treegraft.core.tree import Proposals, TokenTree, Verdict
 
@@ -44,12 +44,17 @@ class Context:
     capacity : most tokens the text can come to hold, prompt included.
     vocab_size : number of ids that may be proposed; others are dropped.
     top : the target at places 1..len(tokens)-1, or None if no drafter asked or there are none.
+    temperature, seed : those of the text's sampling, for drafters that draw.
+    stream : which stream of the seeded noise is the drafter's own (``sampling.keyed_gumbel``).
     """
 
     tokens: Sequence[int]
     capacity: int
     vocab_size: int
     top: TargetTop | None
+    temperature: float = 0.0
+    seed: int = 0
+    stream: int = DRAWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +128,11 @@ class TreeBackend(ABC):
         """bool [k, N] for ``nodes`` int64 [k]: which nodes lie on each one's path, both ends in."""
 
     @abstractmethod
-    def reset_(self, token: int, max_depth: int) -> None:
-        """Start over with a root that holds ``token``; nodes below ``max_depth`` are refused."""
+    def reset_(self, token: int, max_depth: int, budget: int | None = None) -> None:
+        """Start over with a root that holds ``token``; nodes below ``max_depth`` are refused.
+
+        ``budget`` is what the tree will be pruned to (None: no limit); see ``add_``.
+        """
 
     @abstractmethod
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
@@ -134,6 +142,10 @@ class TreeBackend(ABC):
         of one call score one node, the highest score counts. A node that exists keeps its source;
         its score is replaced if ``overwrite`` (a scoring drafter speaks), else only filled in
         where it had none.
+
+        A node under which something is drawn must be verified, or the draw would have been wasted
+        on a condition (docs/losslessness.md). So it is kept by ``prune``, and draws are refused
+        under nodes that the budget could not keep; that depends on the node, never on the token.
 
         Returns
         -------
@@ -163,7 +175,16 @@ class TreeBackend(ABC):
 
     @abstractmethod
     def prune(self, budget: int) -> TokenTree:
-        """The root and the ``budget`` best nodes, closed under ancestors, parents first."""
+        """The root and the ``budget`` best nodes, closed under ancestors, parents first.
+
+        Nodes under which something was drawn go before all others; TreeError if ``budget`` is
+        below their number.
+        """
+
+    @property
+    @abstractmethod
+    def n_drawn(self) -> int:
+        """Number of draws that the tree holds; each must be in the pruned tree's ledger."""
 
 
 class Drafter(ABC):

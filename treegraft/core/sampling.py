@@ -3,6 +3,7 @@
 The token of position t is ``argmax(logits + Gumbel(seed, t))`` (Gumbel-max, Gumbel 1954; the key is
 the position, so the draw does not depend on any tree): a seeded run gives the same tokens with
 every drafter, policy and budget, and without any. At temperature 0 the noise is absent.
+Coins of a rejection rule and the draws of drafters have streams of their own.
 
 Shapes: N tree nodes, V vocabulary.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treegraft.core.tree import TokenTree
@@ -46,31 +48,52 @@ class Sampling:
     eos: tuple[int, ...] = ()
 
 
-def keyed_gumbel(seed: int, position: int, vocab_size: int) -> Tensor:
-    """float64 [V] standard Gumbel noise that is a function of seed and position only.
+TOKENS, COINS, DRAWS = 0, 1, 2
+"""Streams of the noise: the target's tokens, a verifier's coins, and from 2 on one per drafter."""
+
+
+def keyed_uniform(
+    seed: int, position: int, n: int, stream: int = TOKENS, number: int = 0
+) -> NDArray[np.float64]:
+    """float64 [n] uniforms in (0, 1) that are a function of the four keys only.
 
     Philox (Salmon et al. 2011) in counter mode; numpy guarantees its raw stream across versions,
-    so a seed means the same text on every machine. Uniforms are kept off 0 and 1.
+    so a seed means the same text on every machine. ``stream`` and ``number`` (below 2**24) tell
+    apart what is drawn for one position. 0 and 1 never come.
     """
-    raw = np.random.Philox(key=seed, counter=position << 64).random_raw(vocab_size)
+    generator = np.random.Philox(key=seed | stream << 64, counter=position << 64 | number << 40)
+    raw = generator.random_raw(n)
     # 52 bits: with 53 the largest value plus a half would round to 1, and its noise be infinite.
-    uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return torch.from_numpy(-np.log(-np.log(uniform)))
+    uniform: NDArray[np.float64] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return uniform
+
+
+def keyed_gumbel(
+    seed: int, position: int, vocab_size: int, stream: int = TOKENS, number: int = 0
+) -> Tensor:
+    """float64 [V] standard Gumbel noise that is a function of its keys (``keyed_uniform``)."""
+    return torch.from_numpy(
+        -np.log(-np.log(keyed_uniform(seed, position, vocab_size, stream, number)))
+    )
 
 
 @dataclass(slots=True)
 class Noise:
-    """Keyed Gumbel noise with a memory of the positions that a step may ask for again."""
+    """Keyed noise of one text, with a memory of the positions that a step may ask for again."""
 
     seed: int
     vocab_size: int
     _held: dict[int, Tensor] = field(default_factory=dict)
 
     def at(self, position: int) -> Tensor:
-        """float64 [V] noise of the token that stands at ``position`` of the text."""
+        """float64 [V] Gumbel noise of the token that stands at ``position`` of the text."""
         if position not in self._held:
             self._held[position] = keyed_gumbel(self.seed, position, self.vocab_size)
         return self._held[position]
+
+    def coin(self, position: int, number: int) -> float:
+        """Uniform in (0, 1): the coin ``number`` that a verifier tosses at ``position``."""
+        return float(keyed_uniform(self.seed, position, 1, COINS, number)[0])
 
     def forget_before(self, position: int) -> None:
         """Drop positions that are committed."""
@@ -174,10 +197,22 @@ class TargetDistribution:
         """float [V] logits after node ``index`` under the sampling settings, unnormalised."""
         return process(self.logits[index], self.sampling, self.history, self.tree.path(index))
 
+    def position(self, index: int) -> int:
+        """Place in the text of the token that follows node ``index``."""
+        return len(self.history.tokens) + int(self.tree.depth[index])
+
     def token(self, index: int) -> int:
         """The one token that the target takes after node ``index``."""
         logits = self.processed(index)
         if self.sampling.temperature != 0.0:
-            position = len(self.history.tokens) + int(self.tree.depth[index])
-            logits = logits + self.noise.at(position).to(logits)
+            logits = logits + self.noise.at(self.position(index)).to(logits)
         return int(logits.argmax())
+
+    def probabilities(self, index: int) -> Tensor:
+        """float64 [V] on the host: law of the token after node ``index`` (one-hot if greedy)."""
+        logits = self.processed(index)
+        if self.sampling.temperature == 0.0:
+            law = torch.zeros(logits.shape[-1], dtype=torch.float64)
+            law[int(logits.argmax())] = 1.0
+            return law
+        return logits.double().softmax(-1).cpu()

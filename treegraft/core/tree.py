@@ -1,6 +1,7 @@
 """The draft tree as data: what a drafter proposes, what is verified, what the verifier decides.
 
-Shapes: N tree nodes, K proposed paths, C tokens of the longest path.
+Shapes: N tree nodes, K proposed paths, C tokens of the longest path, L ledger slots, Q rows of draw
+probabilities, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ class Proposals:
         0 counts as 0, so that no child ever outranks its parent.
     match : int64 [K], tokens of context that a look-up matched (0 for models). The frontier ranks
         by it before it ranks by logprob.
+    draw : int64 [K] or None. A path whose token was drawn at random says here from which row of
+        ``q``; -1 for the others, None if nothing was drawn. A drawn path is one token long.
+    q : float [Q, V'], the probabilities that tokens were drawn from. Paths that name one row hang
+        under one node and were drawn without replacement, in their order. A verifier that is exact
+        for drawn trees (ledger, traversal) relies on this being the truth.
     """
 
     positions: Tensor
     tokens: Tensor
     logprobs: Tensor
     match: Tensor
+    draw: Tensor | None = None
+    q: Tensor | None = None
 
     @staticmethod
     def empty() -> Proposals:
@@ -95,10 +103,10 @@ class Proposals:
                 raise TreeError(f"proposals need {name} of type int64, found {dtype}")
         if not self.logprobs.is_floating_point():
             raise TreeError(f"proposals need logprobs of a float type, found {self.logprobs.dtype}")
-            if getattr(self, name).device.type != "cpu":
-                raise TreeError(f"proposals must be on the cpu, found {name} elsewhere")
-        if self.logprobs.device.type != "cpu":
-            raise TreeError("proposals must be on the cpu, found logprobs elsewhere")
+        for name in ("positions", "tokens", "logprobs", "match", "draw", "q"):
+            column = getattr(self, name)
+            if column is not None and column.device.type != "cpu":
+                raise TreeError(f"proposals must be on the cpu, found {name} on {column.device}")
         if n_paths == 0:
             return
         match, positions = self.match.numpy(), self.positions.numpy()
@@ -109,6 +117,77 @@ class Proposals:
                 f"proposal positions must be nodes 0..{n_nodes - 1}, found "
                 f"{self.positions.tolist()}"
             )
+        if self.draw is not None:
+            self._check_draws(self.draw)
+
+    def _check_draws(self, draw: Tensor) -> None:
+        """Raise TreeError unless drawn paths say truly how they can have been drawn."""
+        n_paths = self.positions.shape[0]
+        if draw.shape != (n_paths,) or draw.dtype != torch.int64:
+            raise TreeError(
+                f"proposals need draw of shape [{n_paths}] and type int64, found "
+                f"{list(draw.shape)} of {draw.dtype}"
+            )
+        if self.q is None or self.q.dim() != 2 or not self.q.is_floating_point():
+            raise TreeError("drawn proposals need q of shape [Q, V] and a float type")
+        q, tokens, rows = self.q, self.tokens, draw.tolist()
+        if min(rows) < -1 or max(rows) >= q.shape[0]:
+            raise TreeError(
+                f"proposal draws must name rows -1..{q.shape[0] - 1} of q, found {rows}"
+            )
+        if not bool(((q >= 0) & (q <= 1)).all()) or bool((q.sum(1) - 1).abs().gt(1e-3).any()):
+            raise TreeError("drawn proposals need rows of q that are probabilities and sum to 1")
+        drawn = draw >= 0
+        if bool((tokens[drawn, 1:] != -1).any()):
+            raise TreeError("a drawn path must be one token long")
+        first = tokens[drawn, 0]
+        if bool(((first < 0) | (first >= q.shape[1])).any()):
+            raise TreeError(f"drawn tokens must be 0..{q.shape[1] - 1}, found {first.tolist()}")
+        if bool((q[draw[drawn], first] <= 0).any()):
+            raise TreeError("a token of probability 0 cannot have been drawn")
+        under: dict[int, int] = {}
+        taken: set[tuple[int, int]] = set()
+        for position, row, token in zip(
+            self.positions.tolist(), rows, tokens[:, 0].tolist(), strict=True
+        ):
+            if row < 0:
+                continue
+            if under.setdefault(row, position) != position:
+                raise TreeError(f"draws from row {row} of q must hang under one node")
+            if (row, token) in taken:
+                raise TreeError(f"token {token} was drawn twice from row {row} of q")
+            taken.add((row, token))
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What was proposed under the nodes of a verified tree, in the order of proposing.
+
+    A tree in which children were drawn at random can be verified exactly only if nothing that was
+    drawn is forgotten: neither a token that somebody had proposed before, nor one whose node did
+    not survive the pruning. So the ledger holds a slot for each draw, and one for each child that
+    was not drawn, for every node that is verified (docs/losslessness.md).
+
+    Attributes
+    ----------
+    node : int64 [L], index in the verified tree of the node under which the slot was proposed.
+    token : int64 [L], its token.
+    child : int64 [L], index of the child that holds it, -1 if the tree holds none.
+    row : int64 [L], row of ``q`` that it was drawn from, -1 if it was not drawn. Slots of one row
+        were drawn without replacement.
+    q : float [Q, V'], draw probabilities.
+    """
+
+    node: Tensor
+    token: Tensor
+    child: Tensor
+    row: Tensor
+    q: Tensor
+
+    def under(self, node: int) -> list[tuple[int, int, int, int]]:
+        """(slot, token, child, row) of every slot proposed under ``node``, in order."""
+        slots = (self.node == node).nonzero()[:, 0].tolist()
+        return [(s, int(self.token[s]), int(self.child[s]), int(self.row[s])) for s in slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +207,7 @@ class TokenTree:
     scorer : int64 [N], drafter that last scored it (NOBODY if none).
     ancestors : bool [N, N].
     node : int64 [N], the node's number in the working tree that it was pruned from.
+    ledger : what was proposed, in order; None where nothing was drawn at random.
     """
 
     token: Tensor
@@ -138,6 +218,7 @@ class TokenTree:
     scorer: Tensor
     ancestors: Tensor
     node: Tensor
+    ledger: Ledger | None = None
 
     def __len__(self) -> int:
         return int(self.token.shape[0])
@@ -196,6 +277,18 @@ class TokenTree:
         expected[0] = False
         expected[own, own] = True
         yield "ancestors are the path to the root", bool((lineage == expected).all())
+        if self.ledger is not None:
+            held = self.ledger
+            node, child = held.node.numpy(), held.child.numpy()
+            yield "ledger slots hang under nodes", bool(((node >= 0) & (node < n)).all())
+            made = child >= 0
+            same = self.token.numpy()[child[made]] == held.token.numpy()[made]
+            yield (
+                "ledger children hold their slot's token under its node",
+                bool(
+                    (child < n).all() and (parent[child[made]] == node[made]).all() and same.all()
+                ),
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treegraft.core.language_model import LanguageModel, extend
 from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
+from treegraft.core.sampling import keyed_gumbel
 from treegraft.core.tree import Proposals
 
 
@@ -37,6 +38,18 @@ class LmConfig(BaseModel):
         le=1024,
         description="When scoring needs a forward, read up to so many leaves in the same forward; "
         "a larger number makes that forward wider and often saves the next one.",
+    )
+    children: Literal["topk", "sample", "topk_plus_one_sample"] = Field(
+        "topk",
+        description="How the children of a position are chosen: the likeliest, drawn without "
+        "replacement, or one drawn and the likeliest. What is drawn gains from the verifiers "
+        "ledger and traversal. At temperature 0 nothing is drawn.",
+    )
+    draw_temperature: float | None = Field(
+        None,
+        gt=0.0,
+        le=100.0,
+        description="Temperature of the draws; null takes that of the sampling.",
     )
 
 
@@ -60,6 +73,11 @@ class LmDrafter(ScoringDrafter):
         # this one: what is drafted after them is worth little, and harms nobody.
         self._last_id = model.vocab_size - 1
         self._read_ahead = config.read_ahead
+        self._children = config.children
+        self._own_temperature = config.draw_temperature
+        self._temperature = 0.0
+        self._seed = self._stream = 0
+        self._n_draws = 0
         self.limit = model.max_positions
         self._cache: object = None
         self._n_rows = 0
@@ -76,9 +94,15 @@ class LmDrafter(ScoringDrafter):
         self._n_read = 0
         # log q of each node so far; it never changes while the committed text stands.
         self._scores = torch.empty(0, dtype=torch.float32)
+        # Draws of this step, so that no two use the same noise.
+        self._n_draws = 0
 
     def begin(self, context: Context) -> None:
         self._text = list(context.tokens)
+        self._temperature = 0.0
+        if self._children != "topk" and context.temperature > 0.0:
+            self._temperature = self._own_temperature or context.temperature
+        self._seed, self._stream = context.seed, context.stream
         self._clean_cache()
         self._n_kv = 0
         self._clear_tree()
@@ -155,13 +179,53 @@ class LmDrafter(ScoringDrafter):
         wanted = np.zeros(tree.n_nodes, dtype=np.bool_)
         wanted[places] = True
         self._read(tree, wanted)
-        top = self._logq[self._rank[places]].topk(min(width, self._model.vocab_size), dim=-1)
+        logq = self._logq[self._rank[places]]
+        if self._temperature > 0.0 and not bool(logq[:, 0].isnan().any()):
+            return self._drawn(logq.cpu(), positions, width)
+        top = logq.topk(min(width, self._model.vocab_size), dim=-1)
         k = top.indices.shape[-1]
         return Proposals(
             positions.repeat_interleave(k),
             top.indices.reshape(-1, 1).cpu(),
             top.values.reshape(-1, 1).cpu(),
             torch.zeros(len(places) * k, dtype=torch.int64),
+        )
+
+    def _drawn(self, logq: Tensor, positions: Tensor, width: int) -> Proposals:
+        """Children of ``positions`` [k] given log q float32 [k, V], some of them drawn.
+
+        The highest of log q + Gumbel noise are draws without replacement in their order (Gumbel
+        top-k; Kool et al. 2019).
+        """
+        n, vocab_size = logq.shape
+        tempered = (logq.double() / self._temperature).log_softmax(-1)
+        noise = torch.stack(
+            [
+                keyed_gumbel(
+                    self._seed, len(self._text), vocab_size, self._stream, self._n_draws + i
+                )
+                for i in range(n)
+            ]
+        )
+        self._n_draws += n
+        n_drawn = min(width if self._children == "sample" else 1, vocab_size)
+        drawn = (tempered + noise).topk(n_drawn, dim=-1).indices
+        likeliest = logq.topk(min(width - n_drawn, vocab_size), dim=-1).indices
+        tokens = torch.cat([drawn, likeliest], dim=1)
+        k = tokens.shape[1]
+        row = torch.arange(n)[:, None].expand(n, n_drawn)
+        draw = torch.cat([row, torch.full((n, k - n_drawn), -1)], dim=1).reshape(-1)
+        q = tempered.exp()
+        scores = logq.gather(1, tokens)
+        # A probability that underflowed to 0 cannot be drawn.
+        possible = (draw < 0) | (q.gather(1, tokens) > 0).reshape(-1)
+        return Proposals(
+            positions.repeat_interleave(k)[possible],
+            tokens.reshape(-1, 1)[possible],
+            scores.reshape(-1, 1)[possible],
+            torch.zeros(n * k, dtype=torch.int64)[possible],
+            draw[possible],
+            q,
         )
 
     def _follow(self, tree: TreeBackend) -> None:
