@@ -1,4 +1,4 @@
-"""Verification in exact arithmetic: the specification of the verifiers, and the law of their output.
+"""Verification in exact arithmetic: the specification of the verifiers, and the law of their texts.
 
 Plain Python over ``fractions.Fraction``. ``law_of`` runs a random program once for every outcome of
 its choices, so the law of a decoding step, or of a whole short text, comes out as exact fractions
