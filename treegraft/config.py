@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -85,6 +85,15 @@ VerifierConfig = Annotated[
     | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
+
+
+_TAGS = {
+    marker.tag
+    for union in (DrafterConfig, BuilderConfig, GraftConfig, SchedulerConfig, VerifierConfig)
+    for member in get_args(get_args(union)[0])
+    for marker in get_args(member)
+    if isinstance(marker, Tag)
+}
 
 
 class TargetConfig(_Strict):
@@ -346,9 +355,7 @@ def _one_line(error: ValidationError) -> str:
     faults = error.errors(include_url=False)
     fault = faults[0]
     # Tags of the unions stand in the location, but are no keys that a user wrote.
-    tags = {"ngram", "lm", "layered", "treegraft", "never", "always", "fixed"}
-    tags |= {"walk", "ledger", "traversal", "package.module:Class"}
-    where = ".".join(str(part) for part in fault["loc"] if part not in tags)
+    where = ".".join(str(part) for part in fault["loc"] if part not in _TAGS)
     message = fault["msg"].removeprefix("Value error, ")
     n_found = fault.get("ctx", {}).get("actual_length")
     if fault["type"] == "extra_forbidden":
