@@ -79,7 +79,8 @@ def test_single_options_are_overridden_and_checked() -> None:
     assert config.stop.max_new_tokens == 128
     for options, message in (
         ({"depth": 3}, "unknown option 'depth'; known: temperature, top_k, top_p, min_p, "
-         "repetition_penalty, seed, max_new_tokens, min_new_tokens, eos, strings"),
+         "repetition_penalty, seed, processors, max_new_tokens, min_new_tokens, eos, strings, and "
+         "those of sampling.processors"),
         ({"top_k": 0}, "sampling.top_k: Input should be greater than or equal to 1, found 0"),
         ({"max_new_tokens": 3, "min_new_tokens": 4},
          "stop: min_new_tokens must be at most max_new_tokens (3), found 4"),
