@@ -191,7 +191,7 @@ class ProcessorsConfig(_Strict):
         if not isinstance(data, Mapping):
             return data
         data = dict(data)
-        if isinstance(data.get("forced_eos_token_id"), int):
+        if type(data.get("forced_eos_token_id")) is int:
             data["forced_eos_token_id"] = (data["forced_eos_token_id"],)
         if isinstance(data.get("sequence_bias"), Mapping):
             data["sequence_bias"] = tuple(data["sequence_bias"].items())
