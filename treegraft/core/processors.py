@@ -7,6 +7,7 @@ is stated in docs/method.md, section 3. Shapes: n tokens of the text so far, V v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -107,14 +108,23 @@ class Processors:
                 scores = _checked(entry, ids, scores)
         return scores
 
-    def check_open(self, ids: Tensor, scores: Tensor) -> None:
-        """ProcessorError if no token is left to take, where any choice would be made up."""
-        if bool(scores.isneginf().all()):
-            names = ", ".join(entry.name for entry in self.entries)
-            raise ProcessorError(
-                f"the logits processors leave no token that may come after {ids.shape[1]} tokens; "
-                f"one of these forbids the last: {names}"
-            )
+    def check_open(self, ids: Tensor, raw: Tensor, scores: Tensor, sampled: bool) -> None:
+        """ProcessorError if ``scores`` float [V] say nothing about what to take, unless ``raw`` do.
+
+        That is where all are excluded, one is NaN, or one is infinite and is to be drawn from.
+        """
+        top = float(scores.max())
+        if math.isfinite(top) or (top == math.inf and not sampled):
+            return
+        if math.isnan(top) and bool(raw.isnan().any()):
+            return  # the target's own, which the pipeline has a notice for
+        fault = "give NaN" if math.isnan(top) else "give an infinite logit to draw"
+        if top == -math.inf:
+            fault = "leave no token that may come"
+        names = ", ".join(entry.name for entry in self.entries)
+        raise ProcessorError(
+            f"the logits processors {fault} after {ids.shape[1]} tokens; they are {names}"
+        )
 
 
 def _checked(entry: Processor, ids: Tensor, scores: Tensor) -> Tensor:
@@ -124,9 +134,10 @@ def _checked(entry: Processor, ids: Tensor, scores: Tensor) -> Tensor:
     except TreegraftError:
         raise
     except Exception as error:
+        message = str(error).strip().partition("\n")[0]
         raise ProcessorError(
             f"logits processor {entry.name!r} failed after {n} tokens: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {message}"
         ) from error
     if not isinstance(answer, torch.Tensor) or not answer.is_floating_point():
         found = str(getattr(answer, "dtype", type(answer).__name__))

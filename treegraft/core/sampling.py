@@ -160,13 +160,14 @@ def _process_with(
     row = apply(Place.BEFORE_PENALTY, logits.to(torch.float32, copy=True))
     row = apply(Place.AFTER_PENALTY, _penalise(row, sampling, history, path))
     row = apply(Place.AFTER_MINIMUM, _withhold_end(row, sampling, history, path))
-    processors.check_open(ids, row)
-    if sampling.temperature != 0.0:
+    sampled = sampling.temperature != 0.0
+    processors.check_open(ids, logits, row, sampled)
+    if sampled:
         scaled = apply(Place.AFTER_TEMPERATURE, _scale(row, sampling))
         raw = row.masked_fill(scaled.isneginf(), -torch.inf)
         row = apply(Place.AFTER_MIN_P, _truncate(raw, scaled, sampling))
     row = apply(Place.LAST, row)
-    processors.check_open(ids, row)
+    processors.check_open(ids, logits, row, sampled)
     return row
 
 
