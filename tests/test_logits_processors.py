@@ -217,6 +217,9 @@ def ours(settings: dict[str, Any]) -> dict[str, Any]:
 def theirs(settings: dict[str, Any]) -> dict[str, Any]:
     """The same settings as transformers wants them: made anew, for they are changed there."""
     settings = copy.deepcopy(settings)
+    bias = settings.get("sequence_bias")
+    if bias is not None:  # in a list, older versions refuse id 0
+        settings["sequence_bias"] = {tuple(ids): value for ids, value in bias}
     mark = settings.get("watermarking_config")
     if mark is not None:
         kind = SynthIDTextWatermarkingConfig if "keys" in mark else WatermarkingConfig

@@ -158,7 +158,7 @@ class Pipeline:
         logits_processor : rules of one's own, as for transformers' ``generate``: each is called
             with the text so far, int64 [1, n], and its row of logits, float32 [1, V], and returns
             the new row. It is called for every place of the text once, in order, with what is
-            committed and the accepted path; docs/method.md section 3 says what follows.
+            committed and the accepted path; docs/method.md section 2 says what follows.
         prefix_allowed_tokens_fn : as in ``generate``: the allowed ids, given 0 and the text so far,
             int64 [n].
         overrides : options of ``config.sampling`` and ``config.stop`` for this text alone, such as

@@ -82,9 +82,8 @@ def _watermark(value: Mapping[str, Any], text: Text) -> Any:
 _MAKERS: dict[str, tuple[Place, Callable[[Any, Text], Any]]] = {
     "sequence_bias": (
         Place.BEFORE_PENALTY,
-        lambda v, t: transformers.SequenceBiasLogitsProcessor(
-            [[list(ids), float(bias)] for ids, bias in v]
-        ),
+        # As a dict: in a list, older versions refuse id 0.
+        lambda v, t: transformers.SequenceBiasLogitsProcessor({tuple(ids): b for ids, b in v}),
     ),
     "encoder_repetition_penalty": (
         Place.BEFORE_PENALTY,

@@ -2,7 +2,7 @@
 
 transformers' ``generate`` calls a list of them for every token, in a fixed order in which
 treegraft's own sampling settings (core/sampling.py) are some of the entries. What may be relied on
-is stated in docs/method.md, section 3. Shapes: n tokens of the text so far, V vocabulary.
+is stated in docs/method.md, section 2. Shapes: n tokens of the text so far, V vocabulary.
 """
 
 from __future__ import annotations
