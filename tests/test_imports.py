@@ -65,6 +65,7 @@ OUTSIDE_OF_MODULE = {
     "treegraft.backends.reference": {"networkx"},
     "treegraft.backends.kv": {"transformers"},
     "treegraft.backends.hf": {"transformers"},
+    "treegraft.backends.processors": {"transformers"},
 }
 
 

@@ -188,7 +188,7 @@ def check_lossless(
             settings = {"temperature": temperature, "seed": seed}
             expected = plain.generate(prompt.content, **settings).tokens
             found = drafted.generate(prompt.content, **settings).tokens
-            sampling = Sampling(**(config.sampling.model_dump() | settings))
+            sampling = plain.sampling(prompt.content, **settings)
             start = plain.encode(prompt.content)
             verdicts.append(_judge(plain.target, prompt.id, mode, start, expected, found, sampling))
             if on_verdict is not None:
