@@ -85,7 +85,7 @@ def _faulty(comparison: Comparison, pipelines: dict[str, Pipeline]) -> list[str]
 
 def _exact_type(pipeline: Pipeline) -> tuple[str, str] | None:
     """Type and device of the target's arithmetic, None for types that round too coarsely."""
-    from treegraft.bench.check import arithmetic_type, is_exact
+    from treegraft.bench.choice import arithmetic_type, is_exact
 
     dtype = arithmetic_type(pipeline.target)
     return (str(dtype), pipeline.config.backend.device) if is_exact(dtype) else None
@@ -128,7 +128,12 @@ def _print(comparison: Comparison, faulty: list[str]) -> None:
                 f"{summary.name}: prompt {d.prompt}, new token {d.position}: expected "
                 f"{d.expected}, found {d.found}"
             )
-        if not summary.identical and summary.name not in faulty:
+        if summary.same_law:
+            note(
+                f"{summary.name}: its verifier keeps the law of the texts and not their tokens, so "
+                "tokens are not compared"
+            )
+        elif not summary.identical and summary.name not in faulty:
             note(
                 f"{summary.name}: differences are not judged here (other or narrower arithmetic); "
                 "treegraft check tells a tie from a fault"
