@@ -198,12 +198,14 @@ SAMPLING = st.fixed_dictionaries(
 def stops(draw: st.DrawFn, room: Room) -> Options:
     most = draw(st.one_of(st.integers(8, 40), st.integers(1, 8)))
     ids = st.integers(0, room.vocab - 1)
+    several = st.lists(ids, unique=True)
+    eos = draw(st.one_of(st.none(), st.just([]), ids.map(lambda i: [i]), several))
+    # Where every token ends the text, none can be left for a while.
+    all_end = len(eos or ()) == room.vocab
     return {
         "max_new_tokens": most,
-        "min_new_tokens": draw(st.one_of(st.just(0), st.integers(0, most))),
-        "eos": draw(
-            st.one_of(st.none(), st.just([]), ids.map(lambda i: [i]), st.lists(ids, unique=True))
-        ),
+        "min_new_tokens": 0 if all_end else draw(st.one_of(st.just(0), st.integers(0, most))),
+        "eos": eos,
         "strings": draw(st.one_of(st.just([]), st.lists(st.sampled_from(STRINGS), max_size=2))),
     }
 

@@ -28,7 +28,6 @@ from treegraft.core.stats import Generation, Statistics
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.drafters.lm import LmDrafter
 
-QUICK = settings.default.max_examples  # type: ignore[attr-defined]
 THOROUGH = settings.get_profile("thorough")
 
 
@@ -238,19 +237,19 @@ def check_or_refused(case: Case) -> None:
 
 
 @given(cases(table_rooms()))
-@settings(max_examples=max(150, QUICK))
+@settings(max_examples=120)
 def test_tokens_are_those_of_plain_decoding(case: Case) -> None:
     check_or_refused(case)
 
 
 @given(cases(HF_ROOMS))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_tokens_are_those_of_a_model_of_transformers_alone(case: Case) -> None:
     check_or_refused(case)
 
 
 @given(cases(table_rooms()))
-@settings(max_examples=max(50, QUICK // 2))
+@settings(max_examples=40)
 def test_both_trees_grow_the_same(case: Case) -> None:
     """Not only the tokens: every step drafts, keeps and accepts the same nodes."""
     assume(not case.refused)
@@ -358,7 +357,8 @@ def check_half_way(case: Case, data: st.DataObject) -> None:
     tokens, reason = plain_end(case)
     fresh = pipeline(case).generate(case.prompt)
     made = pipeline(case)
-    listed = reached(made, case) if data.draw(st.booleans()) else reached(pipeline(case), case)
+    # Broken off in its first run, or later, when caches are open already.
+    listed = reached(pipeline(case) if data.draw(st.booleans()) else made, case)
     for _ in range(data.draw(st.integers(1, 3))):
         if data.draw(st.sampled_from([False, False, False, True])):
             stream = made.stream(case.prompt)
@@ -386,7 +386,7 @@ def check_half_way(case: Case, data: st.DataObject) -> None:
 
 
 @given(cases(table_rooms()), st.data())
-@settings(max_examples=max(80, QUICK // 2))
+@settings(max_examples=50)
 def test_a_run_that_ends_half_way_leaves_the_pipeline_as_new(
     case: Case, data: st.DataObject
 ) -> None:

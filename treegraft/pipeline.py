@@ -161,6 +161,11 @@ class Pipeline:
             raise ConfigError(
                 f"stop.eos ids must be in 0..{self.target.vocab_size - 1}, found {max(eos)}"
             )
+        if stop.min_new_tokens and len(set(eos)) == self.target.vocab_size:
+            raise ConfigError(
+                "stop.min_new_tokens must be 0 where stop.eos holds every id, found "
+                f"{stop.min_new_tokens}"
+            )
         sampling = Sampling(
             **config.sampling.model_dump(), min_new_tokens=stop.min_new_tokens, eos=eos
         )
