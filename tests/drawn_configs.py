@@ -133,7 +133,11 @@ def fixed(room: Room) -> st.SearchStrategy[Options]:
     return st.fixed_dictionaries({"kind": st.just("fixed"), "calls": listed})
 
 
-SHAPE = {"depth": st.integers(0, 6), "width": st.integers(1, 12), "budget": st.integers(0, 16)}
+SHAPE = {
+    "depth": st.sampled_from([3, 5, 6, 4, 2, 1, 0]),
+    "width": st.one_of(st.integers(2, 5), st.integers(1, 12)),
+    "budget": st.one_of(st.integers(4, 24), st.integers(0, 8)),
+}
 
 PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
     "drafter": {
@@ -173,8 +177,9 @@ COUPLED = frozenset({"walk"})
 
 
 def part(role: str, room: Room) -> st.SearchStrategy[Options]:
-    """Any kind of a role."""
-    return st.one_of([strategy(room) for strategy in PARTS[role].values()])
+    """Any kind of a role, a built-in one about twice as often as one by import path."""
+    kinds = [kind for kind in PARTS[role] for _ in range(1 if ":" in kind else 2)]
+    return st.one_of([PARTS[role][kind](room) for kind in kinds])
 
 
 # --- sampling and stops ---------------------------------------------------------------------------
@@ -196,17 +201,21 @@ SAMPLING = st.fixed_dictionaries(
 
 @st.composite
 def stops(draw: st.DrawFn, room: Room) -> Options:
-    most = draw(st.one_of(st.integers(8, 40), st.integers(1, 8)))
+    most = draw(st.sampled_from([24, 40, 30, 17, 8, 5, 3, 2, 1]))
     ids = st.integers(0, room.vocab - 1)
-    several = st.lists(ids, unique=True)
-    eos = draw(st.one_of(st.none(), st.just([]), ids.map(lambda i: [i]), several))
+    # Most texts go on for a while: an end at a random token comes soon.
+    kind = draw(st.sampled_from(["null", "none", "null", "none", "one", "several"]))
+    several = st.lists(ids, unique=True, max_size=room.vocab)
+    listed = {"null": st.none(), "none": st.just([]), "one": ids.map(lambda i: [i])}
+    eos = draw(listed.get(kind, several))
     # Where every token ends the text, none can be left for a while.
     all_end = len(eos or ()) == room.vocab
+    n_strings = draw(st.sampled_from([0, 0, 0, 1, 2]))
     return {
         "max_new_tokens": most,
         "min_new_tokens": 0 if all_end else draw(st.one_of(st.just(0), st.integers(0, most))),
         "eos": eos,
-        "strings": draw(st.one_of(st.just([]), st.lists(st.sampled_from(STRINGS), max_size=2))),
+        "strings": draw(st.lists(st.sampled_from(STRINGS), min_size=n_strings, max_size=n_strings)),
     }
 
 
@@ -214,8 +223,8 @@ def stops(draw: st.DrawFn, room: Room) -> Options:
 def prompts(draw: st.DrawFn, room: Room) -> list[int]:
     """Mostly short; else up to, at and past the limit of the target or of a drafter."""
     limits = {model.max_positions for model in room.models.values()} - {None}
-    lengths = [st.integers(1, 8), st.integers(1, 40)]
-    lengths += [st.integers(max(1, limit - 6), limit + 2) for limit in sorted(limits)]
+    lengths = [st.integers(1, 8), st.integers(1, 8), st.integers(1, 40)]
+    lengths += [st.integers(max(1, limit - 9), limit + 2) for limit in sorted(limits)]
     length = draw(st.one_of(lengths))
     # A short text over and over, so that look-ups find something.
     start = draw(st.lists(st.integers(0, room.vocab - 1), min_size=1, max_size=min(length, 9)))
@@ -241,8 +250,8 @@ def table_rooms(draw: st.DrawFn) -> Room:
         target = looping_model(loop, vocab)
     other = hashed_model(vocab, draw(st.integers(10, 20)))
     near = mixed_model(target, other, draw(st.sampled_from([0.1, 0.3, 0.5])))
-    short = replace(near, name="short", max_positions=draw(st.integers(1, 20)))
-    target.max_positions = draw(st.one_of(st.none(), st.integers(2, 32)))
+    short = replace(near, name="short", max_positions=draw(st.integers(1, 24)))
+    target.max_positions = draw(st.one_of(st.none(), st.none(), st.integers(2, 48)))
     models = {"target": target, "near": near, "far": other, "short": short}
     return Room(vocab, models, target.logits, (seed, order) if form == "hashed" else None)
 
