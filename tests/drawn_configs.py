@@ -251,8 +251,9 @@ def table_rooms(draw: st.DrawFn) -> Room:
     other = hashed_model(vocab, draw(st.integers(10, 20)))
     near = mixed_model(target, other, draw(st.sampled_from([0.1, 0.3, 0.5])))
     short = replace(near, name="short", max_positions=draw(st.integers(1, 24)))
+    brief = replace(target, name="brief", max_positions=draw(st.integers(1, 24)))
     target.max_positions = draw(st.one_of(st.none(), st.none(), st.integers(2, 48)))
-    models = {"target": target, "near": near, "far": other, "short": short}
+    models = {"target": target, "near": near, "far": other, "short": short, "brief": brief}
     return Room(vocab, models, target.logits, (seed, order) if form == "hashed" else None)
 
 

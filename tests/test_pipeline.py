@@ -264,6 +264,32 @@ def test_a_drafter_past_its_context_hands_over_to_the_cheaper_one() -> None:
     )
 
 
+@pytest.mark.parametrize("backend", ["tensor", "reference"])
+@pytest.mark.parametrize("n_prompt", [1, 2, 5])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_drafter_is_used_up_to_its_limit_and_never_past(
+    n_prompt: int, width: int, backend: str
+) -> None:
+    """The table refuses a position past its limit; before it the drafter must not give up."""
+    prompt = [1, 2, 3, 1, 2][:n_prompt]
+    for limit in range(1, 14):
+        short = TableModel(TARGET.logits, V, name="short", max_positions=limit)
+        made = pipeline(
+            NGRAM,
+            {"kind": "lm", "model": "short"},
+            models={"target": TARGET, "short": short},
+            builder=layered(depth=4, width=width),
+            scheduler={"kind": "fixed", "calls": [1, 0, 1, 1]},
+            backend={"kind": backend},
+        )
+        result = made.generate(prompt, max_new_tokens=16)
+        assert result.tokens == plain(prompt, 16)
+        n_text = n_prompt
+        for step in result.steps[:-1]:
+            assert (step.calls[:1] == (1,)) == (n_text <= limit)
+            n_text += step.n_new
+
+
 def test_a_lone_drafter_past_its_context_leaves_plain_decoding() -> None:
     short = hashed_model(V, seed=2)
     short.max_positions = 3
