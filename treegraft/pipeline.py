@@ -210,6 +210,11 @@ class Pipeline:
             raise ConfigError(
                 f"stop.eos ids must be in 0..{self.target.vocab_size - 1}, found {max(eos)}"
             )
+        if stop.min_new_tokens and len(set(eos)) == self.target.vocab_size:
+            raise ConfigError(
+                "stop.min_new_tokens must be 0 where stop.eos holds every id, found "
+                f"{stop.min_new_tokens}"
+            )
         settings = {} if config.sampling.processors is None else config.sampling.processors.settings
         given = logits_processor is not None or prefix_allowed_tokens_fn is not None
         processors = None
