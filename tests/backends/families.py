@@ -204,6 +204,10 @@ def from_config(
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 elif "sinks" in parameter_name:
                     parameter.normal_()
+    return _cast(model, dtype)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped product has no float64 kernel
     return model.to(dtype).eval()
@@ -234,7 +238,7 @@ def near_copy(
         torch.manual_seed(11)
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
-    return model.to(dtype)
+    return _cast(model, dtype)
 
 
 def shorten_(model: PreTrainedModel, n_positions: int) -> PreTrainedModel:
