@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from treegraft.core.errors import (
         CapacityError,
         ConfigError,
+        DatastoreError,
         DrafterError,
         PromptError,
         TreeError,
@@ -40,6 +41,7 @@ _HOMES = {
     "treegraft.core.errors": (
         "CapacityError",
         "ConfigError",
+        "DatastoreError",
         "DrafterError",
         "PromptError",
         "TreeError",
@@ -74,6 +76,7 @@ __all__ = [
     "Commit",
     "ConfigError",
     "Context",
+    "DatastoreError",
     "DraftState",
     "Drafter",
     "DrafterError",

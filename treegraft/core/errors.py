@@ -34,3 +34,7 @@ class PolicyError(TreegraftError):
 
 class DrafterError(TreegraftError):
     """A drafter raised, or returned something that is no valid proposal; names the drafter."""
+
+
+class DatastoreError(TreegraftError):
+    """A corpus cannot be read, or a datastore written, opened or used; names the file."""
