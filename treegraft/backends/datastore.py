@@ -110,16 +110,22 @@ class Datastore(CorpusIndex):
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             return range(0)
         sought = np.array(tokens, dtype=self._tokens.dtype).tobytes()
-        content, size, n_bytes = self._bytes, self._tokens.itemsize, len(sought)
+        content, places = self._bytes, self._places
+        size, n_bytes, n = self._tokens.itemsize, len(sought), len(places)
 
         def beginning(place: int) -> bytes:
             start = place * size
             return content[start : start + n_bytes].tobytes()
 
-        low = bisect_left(self._places, sought, key=beginning)
-        if low == len(self._places) or beginning(self._places[low]) != sought:
+        low = bisect_left(places, sought, key=beginning)
+        if low == n or beginning(places[low]) != sought:
             return range(0)
-        return range(low, bisect_right(self._places, sought, lo=low, key=beginning))
+        # Most sequences are rare, so the end is looked for near the start.
+        step = 1
+        while low + step < n and beginning(places[low + step]) == sought:
+            step *= 2
+        end = min(low + step, n)
+        return range(low, bisect_right(places, sought, low + step // 2, end, key=beginning))
 
     def following(self, ranks: NDArray[np.int64], skip: int, length: int) -> NDArray[np.int64]:
         starts = self._suffixes[ranks].astype(np.int64) + skip

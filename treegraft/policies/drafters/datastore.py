@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, final
 
@@ -155,25 +155,39 @@ def _paths(rows: NDArray[np.int64], scored: dict[_Prefix, float]) -> Iterator[_P
     Each begins with the most frequent beginning that is not in ``scored`` yet and goes on with the
     most frequent token; ties go to the first of ``rows``. Its logprobs are noted in ``scored``.
     """
-    count: Counter[_Prefix] = Counter({(): rows.shape[0]})
-    after: dict[_Prefix, list[_Prefix]] = defaultdict(list)
+    # A trie as columns; node 0 is where all rows begin. It is half the work of a look-up, so nodes
+    # are numbers and prefixes are spelled out only where they are asked for.
+    above, token_of, count, below = [0], [-1], [rows.shape[0]], [dict[int, int]()]
     for row, n in Counter(map(tuple, rows.tolist())).items():
-        prefix: _Prefix = ()
+        node = 0
         for token in row:
             if token < 0:
                 break
-            longer = (*prefix, token)
-            if longer not in count:
-                after[prefix].append(longer)
-            count[longer] += n
-            prefix = longer
-    # Sorting is stable, and count holds prefixes in the order of rows, the shorter first.
-    for prefix in sorted(count, key=count.__getitem__, reverse=True):
-        if not prefix or prefix in scored:
+            child = below[node].get(token)
+            if child is None:
+                child = below[node][token] = len(count)
+                above.append(node)
+                token_of.append(token)
+                count.append(0)
+                below.append({})
+            count[child] += n
+            node = child
+    # Sorting is stable, and a node is numbered after the one above it.
+    for node in sorted(range(1, len(count)), key=count.__getitem__, reverse=True):
+        if _spelled(node, above, token_of) in scored:
             continue
-        while prefix in after:
-            prefix = max(after[prefix], key=count.__getitem__)
-        for i in range(len(prefix)):
-            share = count[prefix[: i + 1]] / count[prefix[:i]]
-            scored.setdefault(prefix[: i + 1], math.log(share))
-        yield prefix
+        while below[node]:
+            node = max(below[node].values(), key=count.__getitem__)
+        path = _spelled(node, above, token_of)
+        for i in range(len(path), 0, -1):
+            scored.setdefault(path[:i], math.log(count[node] / count[above[node]]))
+            node = above[node]
+        yield path
+
+
+def _spelled(node: int, above: list[int], token_of: list[int]) -> _Prefix:
+    tokens = []
+    while node:
+        tokens.append(token_of[node])
+        node = above[node]
+    return tuple(reversed(tokens))
