@@ -152,12 +152,14 @@ def _spread(ranks: range, most: int) -> NDArray[np.int64]:
 def _paths(rows: NDArray[np.int64], scored: dict[_Prefix, float]) -> Iterator[_Prefix]:
     """Paths of ``rows`` int64 [k, C] (-1 padded) that bring something new, the most frequent first.
 
-    Each begins with the most frequent beginning that is not in ``scored`` yet and goes on with the
-    most frequent token; ties go to the first of ``rows``. Its logprobs are noted in ``scored``.
+    Each begins with the most frequent beginning that is not in ``scored`` yet (of equals the
+    shorter) and goes on with the most frequent token; other ties go to the first of ``rows``. Its
+    logprobs are noted in ``scored``.
     """
     # A trie as columns; node 0 is where all rows begin. It is half the work of a look-up, so nodes
     # are numbers and prefixes are spelled out only where they are asked for.
-    above, token_of, count, below = [0], [-1], [rows.shape[0]], [dict[int, int]()]
+    above, token_of, depth, count = [0], [-1], [0], [rows.shape[0]]
+    below: list[dict[int, int]] = [{}]
     for row, n in Counter(map(tuple, rows.tolist())).items():
         node = 0
         for token in row:
@@ -168,12 +170,12 @@ def _paths(rows: NDArray[np.int64], scored: dict[_Prefix, float]) -> Iterator[_P
                 child = below[node][token] = len(count)
                 above.append(node)
                 token_of.append(token)
+                depth.append(depth[node] + 1)
                 count.append(0)
                 below.append({})
             count[child] += n
             node = child
-    # Sorting is stable, and a node is numbered after the one above it.
-    for node in sorted(range(1, len(count)), key=count.__getitem__, reverse=True):
+    for node in sorted(range(1, len(count)), key=lambda node: (-count[node], depth[node])):
         if _spelled(node, above, token_of) in scored:
             continue
         while below[node]:
