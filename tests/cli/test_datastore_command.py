@@ -31,7 +31,7 @@ def test_build_then_draft_changes_no_token(zoo, treegraft, store):
     assert drafted.code == 0, drafted.err
     assert drafted.json["results"][0]["tokens"] == plain["results"][0]["tokens"]
     assert drafted.json["config"]["drafters"][0]["path"] == str(store)
-    assert drafted.json["results"][0]["statistics"]["drafters"]["datastore"]["drafted"] > 0
+    assert drafted.json["results"][0]["statistics"]["drafted"]["datastore"] > 0
 
 
 def test_build_and_info_say_what_there_is(zoo, treegraft, store, texts):

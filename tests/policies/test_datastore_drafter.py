@@ -28,7 +28,7 @@ def begun(
 ) -> DatastoreDrafter:
     """A drafter over ``documents`` that has been told ``text``."""
     drafter = DatastoreDrafter(
-        DatastoreConfig(path="s", **{"min_n": 1} | options), ListedCorpus(documents, V)
+        DatastoreConfig(path="s", **options), ListedCorpus(documents, V)
     )
     drafter.begin(Context(tuple(text), 99, V, None))
     return drafter

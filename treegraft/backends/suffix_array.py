@@ -17,7 +17,7 @@ def suffix_array(tokens: NDArray[np.integer], order: int) -> NDArray[np.int64]:
     """int64 [n]: places of ``tokens`` [n] (ids from 0), sorted by the suffixes that begin there.
 
     Suffixes are compared by at least their first ``order`` tokens; one that ends sorts before one
-    that goes on, and a tie goes to the earlier place. Takes about 40 bytes per token while it runs.
+    that goes on, and a tie goes to the earlier place. Takes about 70 bytes per token while it runs.
     """
     n = tokens.shape[0]
     if n == 0:

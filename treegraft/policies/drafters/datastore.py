@@ -37,13 +37,13 @@ class DatastoreConfig(BaseModel):
         16, ge=1, le=32, description="Longest match in tokens; longer ones are rarer and surer."
     )
     min_n: int = Field(
-        2, ge=1, le=32, description="Shortest match in tokens; raising it drafts less and surer."
+        1, ge=1, le=32, description="Shortest match in tokens; raising it drafts less and surer."
     )
     length: int = Field(
         10, ge=1, le=64, description="Tokens of a continuation; longer ones deepen the tree."
     )
     paths: int = Field(
-        8,
+        10,
         ge=1,
         le=64,
         description="Continuations under a node, likeliest first; more of them widen the tree.",
