@@ -27,9 +27,7 @@ def begun(
     documents: Sequence[Sequence[int]], text: Sequence[int], **options: Any
 ) -> DatastoreDrafter:
     """A drafter over ``documents`` that has been told ``text``."""
-    drafter = DatastoreDrafter(
-        DatastoreConfig(path="s", **options), ListedCorpus(documents, V)
-    )
+    drafter = DatastoreDrafter(DatastoreConfig(path="s", **options), ListedCorpus(documents, V))
     drafter.begin(Context(tuple(text), 99, V, None))
     return drafter
 
