@@ -284,7 +284,8 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         # a kind that does not exist
         (
             {"drafters": [{"kind": "ngrams"}]},
-            "drafters.0: kind must be one of 'ngram', 'lm', 'package.module:Class', found 'ngrams'",
+            "drafters.0: kind must be one of 'ngram', 'datastore', 'lm', 'package.module:Class', "
+            "found 'ngrams'",
         ),
         (
             {"scheduler": {"kind": "sometimes"}},
@@ -329,6 +330,11 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         (
             {"drafters": [NGRAM], "scheduler": {"kind": "fixed", "calls": [-1]}},
             "scheduler.calls names drafter -1, found drafters ['ngram']",
+        ),
+        ({"drafters": [{"kind": "datastore"}]}, "drafters.0.path: Field required"),
+        (
+            {"drafters": [{"kind": "datastore", "path": "s", "min_n": 20}]},
+            "drafters.0: min_n must be at most max_n (16), found 20",
         ),
         # several faults: the first, and how many more
         (

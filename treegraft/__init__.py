@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from treegraft.core.errors import (
         CapacityError,
         ConfigError,
+        DatastoreError,
         DrafterError,
         ProcessorError,
         PromptError,
@@ -41,6 +42,7 @@ _HOMES = {
     "treegraft.core.errors": (
         "CapacityError",
         "ConfigError",
+        "DatastoreError",
         "DrafterError",
         "ProcessorError",
         "PromptError",
@@ -76,6 +78,7 @@ __all__ = [
     "Commit",
     "ConfigError",
     "Context",
+    "DatastoreError",
     "DraftState",
     "Drafter",
     "DrafterError",

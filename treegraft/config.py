@@ -21,6 +21,7 @@ from pydantic import (
 
 from treegraft.core.errors import ConfigError
 from treegraft.policies.builders import LayeredConfig
+from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
 from treegraft.policies.grafts import TreegraftConfig
@@ -58,6 +59,7 @@ def _tag(value: Any) -> str | None:
 
 DrafterConfig = Annotated[
     Annotated[NgramConfig, Tag("ngram")]
+    | Annotated[DatastoreConfig, Tag("datastore")]
     | Annotated[LmConfig, Tag("lm")]
     | Annotated[CustomDrafterConfig, Tag("package.module:Class")],
     Discriminator(_tag),
@@ -401,7 +403,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _name(drafter: NgramConfig | LmConfig | CustomDrafterConfig) -> str:
+def _name(drafter: DrafterConfig) -> str:
     if drafter.name is not None:
         return drafter.name
     if isinstance(drafter, LmConfig):

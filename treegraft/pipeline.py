@@ -28,6 +28,7 @@ from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import TokenTree
 from treegraft.decoding import Decoding, Parts, TargetCache
 from treegraft.loading import Loader
+from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.schedulers import FixedConfig, FixedScheduler
 from treegraft.text import StopStrings, TextStream
@@ -340,6 +341,7 @@ def build_pipeline(
     ------
     ConfigError : a role is unfilled or a class does not fit, before any weight is loaded.
     UnsupportedModelError : a model cannot be verified, or a drafter does not fit the target.
+    DatastoreError : a datastore cannot be opened, before any weight is loaded.
     """
     component_graph(config)
     custom = {
@@ -349,9 +351,12 @@ def build_pipeline(
     loader = loader or Loader(config.backend, dict(models or {}))
     named = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
     loader.check_sources([config.target.model, *named])
-    target = loader.model(config.target.model)
     if tokenizer is not None:
         loader.give_tokenizer(config.target.model, tokenizer)
+    stores = [drafter.path for drafter in config.drafters if isinstance(drafter, DatastoreConfig)]
+    for path in stores:
+        loader.check_datastore(config.target.model, path)
+    target = loader.model(config.target.model)
     watch = Stopwatch()
     drafters: list[Drafter] = []
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
@@ -359,6 +364,9 @@ def build_pipeline(
             model = loader.model(drafter.model)
             loader.check_vocabularies(config.target.model, drafter.model)
             built = build_component("drafter", drafter, TimedModel(model, name, watch))
+        elif isinstance(drafter, DatastoreConfig):
+            loader.check_datastore(config.target.model, drafter.path)
+            built = build_component("drafter", drafter, loader.datastore(drafter.path))
         else:
             built = build_component("drafter", drafter)
         drafters.append(guard(built, name, watch))

@@ -35,7 +35,13 @@ def furthest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     forward = HFLanguageModel.forward
 
     def looking(
-        self: HFLanguageModel, cache: Any, tokens: Any, rows: Any, positions: Any, *rest: Any, **o: Any
+        self: HFLanguageModel,
+        cache: Any,
+        tokens: Any,
+        rows: Any,
+        positions: Any,
+        *rest: Any,
+        **o: Any,
     ) -> Any:
         seen[self.name] = max(seen.get(self.name, 0), int(positions.max()))
         return forward(self, cache, tokens, rows, positions, *rest, **o)
@@ -210,9 +216,7 @@ def test_a_tree_larger_than_the_drafters_cache_grows_it_within_a_step(
 
     monkeypatch.setattr(HFLanguageModel, "new_cache", noting)
     builder = {"kind": "layered", "depth": 9, "width": 12, "budget": 60}
-    plain, drafted = pipelines(
-        build(name), {"near": near_copy(name)}, ["near"] * 9, 14, builder
-    )
+    plain, drafted = pipelines(build(name), {"near": near_copy(name)}, ["near"] * 9, 14, builder)
     for n_prompt in (2, 12):
         prompt = prompt_of(n_prompt)
         for temperature in (0.0, 1.0):

@@ -38,3 +38,7 @@ class DrafterError(TreegraftError):
 
 class ProcessorError(TreegraftError):
     """A logits processor raised, returned no row of logits, or left no token; names its class."""
+
+
+class DatastoreError(TreegraftError):
+    """A corpus cannot be read, or a datastore written, opened or used; names the file."""
