@@ -16,6 +16,8 @@ from treegraft.core.roles import Drafter, GraftPolicy, Scheduler, TreeBuilder, V
 from treegraft.policies.builders import LayeredBuilder, LayeredConfig
 from treegraft.policies.drafters.lm import LmConfig, LmDrafter
 from treegraft.policies.drafters.ngram import NgramConfig, NgramDrafter
+from treegraft.policies.drafters.recycle import RecycleConfig, RecycleDrafter
+from treegraft.policies.drafters.suffix import SuffixConfig, SuffixDrafter
 from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
 from treegraft.policies.schedulers import (
     AlwaysConfig,
@@ -43,7 +45,12 @@ ROLES: dict[str, Role] = {
         Role(
             "drafter",
             Drafter,
-            {"ngram": (NgramConfig, NgramDrafter), "lm": (LmConfig, LmDrafter)},
+            {
+                "ngram": (NgramConfig, NgramDrafter),
+                "suffix": (SuffixConfig, SuffixDrafter),
+                "recycle": (RecycleConfig, RecycleDrafter),
+                "lm": (LmConfig, LmDrafter),
+            },
         ),
         Role("builder", TreeBuilder, {"layered": (LayeredConfig, LayeredBuilder)}),
         Role("graft", GraftPolicy, {"treegraft": (TreegraftConfig, TreegraftGraft)}),

@@ -23,6 +23,8 @@ from treegraft.core.errors import ConfigError
 from treegraft.policies.builders import LayeredConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
+from treegraft.policies.drafters.recycle import RecycleConfig
+from treegraft.policies.drafters.suffix import SuffixConfig
 from treegraft.policies.grafts import TreegraftConfig
 from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
 from treegraft.policies.verifiers import WalkConfig
@@ -58,6 +60,8 @@ def _tag(value: Any) -> str | None:
 
 DrafterConfig = Annotated[
     Annotated[NgramConfig, Tag("ngram")]
+    | Annotated[SuffixConfig, Tag("suffix")]
+    | Annotated[RecycleConfig, Tag("recycle")]
     | Annotated[LmConfig, Tag("lm")]
     | Annotated[CustomDrafterConfig, Tag("package.module:Class")],
     Discriminator(_tag),
@@ -242,7 +246,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _name(drafter: NgramConfig | LmConfig | CustomDrafterConfig) -> str:
+def _name(drafter: DrafterConfig) -> str:
     if drafter.name is not None:
         return drafter.name
     if isinstance(drafter, LmConfig):
@@ -324,8 +328,8 @@ def _one_line(error: ValidationError) -> str:
     faults = error.errors(include_url=False)
     fault = faults[0]
     # Tags of the unions stand in the location, but are no keys that a user wrote.
-    tags = {"ngram", "lm", "layered", "treegraft", "never", "always", "fixed", "walk"}
-    tags.add("package.module:Class")
+    tags = {"ngram", "suffix", "recycle", "lm", "layered", "treegraft"}
+    tags |= {"never", "always", "fixed", "walk", "package.module:Class"}
     where = ".".join(str(part) for part in fault["loc"] if part not in tags)
     message = fault["msg"].removeprefix("Value error, ")
     n_found = fault.get("ctx", {}).get("actual_length")
