@@ -72,8 +72,9 @@ class Scripted(_Told):
 class Recorder(Drafter):
     """Proposes every token under every position and keeps what it was told."""
 
-    def __init__(self, target_top: int | None, vocab_size: int) -> None:
+    def __init__(self, target_top: int | None, vocab_size: int, tree_top: bool = False) -> None:
         self.target_top = target_top
+        self.tree_top = tree_top
         self.vocab_size = vocab_size
         self.contexts: list[Context] = []
         self.commits: list[Commit] = []
@@ -145,6 +146,8 @@ class Faulty(ScoringDrafter):
             "unequal": Proposals(zero, one, torch.zeros(1, 2), zero),
             "no_node": Proposals(zero + 10**6, one, score, zero),
             "floats": Proposals(zero, score, score, zero),
+            "elsewhere": Proposals(zero.to("meta"), one, score, zero),
+            "scores_elsewhere": Proposals(zero, one, score.to("meta"), zero),
             "lists": Proposals([0], [[1]], [[0.0]], [0]),  # type: ignore[arg-type]
         }[self.answer]
 

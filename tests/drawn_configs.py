@@ -23,6 +23,7 @@ from table_models import (
 from torch import Tensor
 from toy_tokenizers import PieceTokenizer
 
+from treegraft import parse_config
 from treegraft.backends.reference import plain_tokens
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.sampling import Sampling
@@ -73,8 +74,7 @@ class Case:
     @property
     def exact(self) -> bool:
         """Whether the tokens, and not only their law, are those of plain decoding."""
-        greedy = self.config["sampling"]["temperature"] == 0.0
-        return greedy or self.config["verifier"]["kind"] in COUPLED
+        return parse_config(self.config).same_tokens
 
 
 def options(kind: str, **optional: st.SearchStrategy[Any]) -> st.SearchStrategy[Options]:
@@ -103,7 +103,24 @@ def ngram(room: Room) -> st.SearchStrategy[Options]:
 
 def lm(room: Room) -> st.SearchStrategy[Options]:
     required = {"kind": st.just("lm"), "model": st.sampled_from(sorted(room.models))}
-    return st.fixed_dictionaries(required, optional={"read_ahead": st.integers(0, 9)})
+    optional = {
+        "read_ahead": st.integers(0, 9),
+        "children": st.sampled_from(["topk", "sample", "topk_plus_one_sample"]),
+        "draw_temperature": st.one_of(st.none(), st.floats(0.1, 3.0)),
+    }
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+def suffix(room: Room) -> st.SearchStrategy[Options]:
+    n = st.integers(1, 9)
+    return st.builds(
+        lambda ns, **more: {"kind": "suffix", "min_match": ns[0], "max_match": ns[1], **more},
+        st.tuples(n, n).map(sorted),
+        factor=st.sampled_from([0.5, 1.0, 2.0, 9.0]),
+        length=st.integers(1, 9),
+        min_share=st.sampled_from([0.0, 0.1, 1.0]),
+        store_tokens=st.sampled_from([0, 0, 30]),
+    )
 
 
 def oracle(room: Room, kind: str) -> st.SearchStrategy[Options]:
@@ -142,6 +159,10 @@ SHAPE = {
 PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
     "drafter": {
         "ngram": ngram,
+        "suffix": suffix,
+        "recycle": lambda room: options(
+            "recycle", k=st.integers(1, 9), levels=st.integers(1, 4), keep=st.booleans()
+        ),
         "lm": lm,
         "adversarial_drafters:AlwaysRight": lambda room: oracle(room, "AlwaysRight"),
         "adversarial_drafters:AlwaysWrong": lambda room: oracle(room, "AlwaysWrong"),
@@ -170,10 +191,12 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
             "whimsical_parts:WhimsicalScheduler", seed=SEEDS
         ),
     },
-    "verifier": {"walk": lambda room: options("walk")},
+    "verifier": {
+        "walk": lambda room: options("walk"),
+        "ledger": lambda room: options("ledger"),
+        "traversal": lambda room: options("traversal"),
+    },
 }
-COUPLED = frozenset({"walk"})
-"""Verifiers whose sampled tokens are those of plain sampling, and not only equal in law."""
 
 
 def part(role: str, room: Room) -> st.SearchStrategy[Options]:

@@ -82,10 +82,13 @@ NASTY = {
 def test_a_nasty_drafter_never_changes_the_text(name: str, backend: str) -> None:
     nasty = {**NASTY[name], "name": "nasty"}
     schedules = [["nasty"] * 3, ["nasty", "ngram", "t"], ["ngram", "nasty", "t"], ["t", "nasty"]]
+    schedules.append(["nasty", "suffix", "recycle"])
     for calls in schedules:
         made = pipeline(
             {"kind": "ngram"},
             nasty,
+            {"kind": "suffix"},
+            {"kind": "recycle"},
             {"kind": "lm", "model": "t"},
             scheduler={"kind": "fixed", "calls": calls},
             backend={"kind": backend},
@@ -165,6 +168,19 @@ def test_no_script_of_drafters_changes_the_text(
             "floats",
             "drafter 'bad' failed in propose: TreeError: proposals need tokens of type int64, "
             "found torch.float32",
+        ),
+        # Positions, tokens and match on a device used to pass the check and fail further on.
+        (
+            "propose",
+            "elsewhere",
+            "drafter 'bad' failed in propose: TreeError: proposals must be on the cpu, found "
+            "positions elsewhere",
+        ),
+        (
+            "propose",
+            "scores_elsewhere",
+            "drafter 'bad' failed in propose: TreeError: proposals must be on the cpu, found "
+            "logprobs elsewhere",
         ),
         (
             "propose",

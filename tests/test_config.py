@@ -104,6 +104,8 @@ def test_single_options_are_overridden_and_checked() -> None:
     [
         (NGRAM, "ngram"),
         ({"kind": "ngram", "name": "x"}, "x"),
+        ({"kind": "suffix"}, "suffix"),
+        ({"kind": "recycle"}, "recycle"),
         ({"kind": "lm", "model": "zoo:small"}, "small"),
         ({"kind": "lm", "model": "meta-llama/Llama-3.2-1B"}, "Llama-3.2-1B"),
         ({"kind": "lm", "model": "/models/qwen/"}, "qwen"),
@@ -284,8 +286,8 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         # a kind that does not exist
         (
             {"drafters": [{"kind": "ngrams"}]},
-            "drafters.0: kind must be one of 'ngram', 'datastore', 'lm', 'package.module:Class', "
-            "found 'ngrams'",
+            "drafters.0: kind must be one of 'ngram', 'suffix', 'recycle', 'datastore', 'lm', "
+            "'package.module:Class', found 'ngrams'",
         ),
         (
             {"scheduler": {"kind": "sometimes"}},
@@ -302,6 +304,18 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
             "'my-lab:Graft'",
         ),
         # options that do not go together
+        (
+            {"drafters": [{"kind": "suffix", "max_match": 2, "min_match": 3}]},
+            "drafters.0: min_match must be at most max_match (2), found 3",
+        ),
+        (
+            {"drafters": [{"kind": "suffix", "store_tokens": -1}]},
+            "drafters.0.store_tokens: Input should be greater than or equal to 0, found -1",
+        ),
+        (
+            {"drafters": [{"kind": "recycle", "k": 0}]},
+            "drafters.0.k: Input should be greater than or equal to 1, found 0",
+        ),
         (
             {"drafters": [{"kind": "ngram", "max_n": 2, "min_n": 3}]},
             "drafters.0: min_n must be at most max_n (2), found 3",

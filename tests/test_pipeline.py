@@ -29,6 +29,8 @@ MODELS = {
     "far": hashed_model(V, seed=3),
 }
 NGRAM = {"kind": "ngram"}
+SUFFIX = {"kind": "suffix"}
+RECYCLE = {"kind": "recycle"}
 NEAR = {"kind": "lm", "model": "near"}
 FAR = {"kind": "lm", "model": "far"}
 SELF = {"kind": "lm", "model": "target", "name": "self"}
@@ -102,7 +104,7 @@ def test_a_seed_gives_the_same_text_with_and_without_drafting() -> None:
     for seed in range(5):
         sampling = {"temperature": 0.9, "seed": seed}
         expected = plain([1, 2, 3], 40, **sampling)
-        for drafters in ((), (NGRAM,), (NGRAM, FAR), (SELF,)):
+        for drafters in ((), (NGRAM,), (SUFFIX,), (RECYCLE,), (NGRAM, FAR), (SELF,)):
             for kind in ("never", "always"):
                 made = pipeline(*drafters, sampling=sampling, scheduler={"kind": kind})
                 assert made.generate([1, 2, 3], max_new_tokens=40).tokens == expected
@@ -149,6 +151,39 @@ def test_one_pipeline_decodes_many_texts() -> None:
         assert made.generate(prompt, max_new_tokens=n).tokens == plain(prompt, n)
 
 
+def test_what_drafters_keep_of_earlier_texts_changes_the_time_and_no_token() -> None:
+    kept = ({**SUFFIX, "store_tokens": 200}, {**RECYCLE, "keep": True})
+    for drafter in kept:
+        for temperature in (0.0, 1.0):
+            sampling = {"temperature": temperature, "seed": 5}
+            made = pipeline(drafter, builder=layered(depth=3), sampling=sampling)
+            runs = [made.generate([1, 2, 3], max_new_tokens=60) for _ in range(2)]
+            expected = plain([1, 2, 3], 60, **sampling)
+            assert [run.tokens for run in runs] == [expected] * 2
+            assert runs[0].steps[0].drafted == (0,), "nothing is known of the last token"
+            assert runs[1].steps[0].drafted > (0,), "the second text starts warm"
+
+
+@pytest.mark.parametrize("drafter", [NGRAM, SUFFIX, RECYCLE])
+def test_a_look_up_that_keeps_nothing_drafts_a_text_again_just_so(drafter: dict[str, Any]) -> None:
+    made = pipeline(drafter, builder=layered())
+    runs = []
+    for prompt in ([1, 2, 3], [4, 5, 4], [1, 2, 3]):
+        steps = made.generate(prompt, max_new_tokens=40).steps
+        runs.append([(step.n_new, step.n_tree, step.drafted, step.kept) for step in steps])
+    assert runs[0] == runs[2]
+
+
+@pytest.mark.parametrize("drafter", [NGRAM, SUFFIX, {**RECYCLE, "levels": 4}])
+def test_a_look_up_gets_a_looping_text_accepted(drafter: dict[str, Any]) -> None:
+    """A target that looks at one token falls into a loop, which every look-up draws out."""
+    target = hashed_model(V, seed=1, order=1)
+    made = pipeline(drafter, models={"target": target}, builder=layered(depth=4))
+    result = made.generate([1, 2, 3], max_new_tokens=60)
+    assert result.tokens == plain([1, 2, 3], 60, target)
+    assert len(result.steps) < 24
+
+
 # --- limits of the target -------------------------------------------------------------------------
 
 
@@ -172,6 +207,33 @@ def test_every_length_up_to_the_context_limit(
 
 
 # --- what a drafter is told -----------------------------------------------------------------------
+
+
+def test_a_drafter_can_see_the_target_behind_rejected_nodes_too() -> None:
+    """Every node of the verified tree, with the distribution given that node's own path."""
+    vocab = 3
+    target = hashed_model(vocab, seed=1)
+    params = {"target_top": 2, "vocab_size": vocab, "tree_top": True}
+    made = pipeline(
+        {"kind": "adversarial_drafters:Recorder", "params": params},
+        models={"target": target},
+        builder=layered(depth=2, width=9, budget=999),
+        sampling={"temperature": 1.0},
+    )
+    text = [1, 2]
+    made.generate(text, max_new_tokens=11)
+    recorder = made._parts.drafters[0]._drafter  # type: ignore[attr-defined]
+    assert len(recorder.commits) == 3
+    for commit, paths in zip(recorder.commits, recorder.paths[1::2], strict=False):
+        top = commit.tree_top
+        assert top.tokens.shape == top.logprobs.shape == (len(paths), 2)
+        assert len(paths) == 1 + 3 + 9
+        for i, path in enumerate(paths):
+            assert int(top.token[i]) == (text + path)[-1]
+            expected = target.logits(text + path).log_softmax(-1).topk(2)
+            assert top.tokens[i].tolist() == expected.indices.tolist()
+            torch.testing.assert_close(top.logprobs[i], expected.values)
+        text += commit.tokens
 
 
 @pytest.mark.parametrize("target_top", [None, 0, 3])
@@ -201,6 +263,7 @@ def test_a_drafter_is_told_the_text_the_path_and_the_target(
         assert len(commit.path) == len(commit.tokens) - 1 == 2
         for j, node in enumerate(commit.path):
             assert paths[node] == list(commit.tokens[: j + 1])
+        assert commit.tree_top is None, "nobody asked"
         places.append((commit.top, list(commit.tokens), len(text)))
         text += commit.tokens
     # The last step ends the text, and nobody is told.

@@ -17,6 +17,8 @@ from treegraft.policies.builders import LayeredBuilder, LayeredConfig
 from treegraft.policies.drafters.datastore import DatastoreConfig, DatastoreDrafter
 from treegraft.policies.drafters.lm import LmConfig, LmDrafter
 from treegraft.policies.drafters.ngram import NgramConfig, NgramDrafter
+from treegraft.policies.drafters.recycle import RecycleConfig, RecycleDrafter
+from treegraft.policies.drafters.suffix import SuffixConfig, SuffixDrafter
 from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
 from treegraft.policies.schedulers import (
     AlwaysConfig,
@@ -53,6 +55,8 @@ ROLES: dict[str, Role] = {
             Drafter,
             {
                 "ngram": (NgramConfig, NgramDrafter),
+                "suffix": (SuffixConfig, SuffixDrafter),
+                "recycle": (RecycleConfig, RecycleDrafter),
                 "datastore": (DatastoreConfig, DatastoreDrafter),
                 "lm": (LmConfig, LmDrafter),
             },

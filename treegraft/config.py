@@ -24,6 +24,8 @@ from treegraft.policies.builders import LayeredConfig
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
+from treegraft.policies.drafters.recycle import RecycleConfig
+from treegraft.policies.drafters.suffix import SuffixConfig
 from treegraft.policies.grafts import TreegraftConfig
 from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
 from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
@@ -59,6 +61,8 @@ def _tag(value: Any) -> str | None:
 
 DrafterConfig = Annotated[
     Annotated[NgramConfig, Tag("ngram")]
+    | Annotated[SuffixConfig, Tag("suffix")]
+    | Annotated[RecycleConfig, Tag("recycle")]
     | Annotated[DatastoreConfig, Tag("datastore")]
     | Annotated[LmConfig, Tag("lm")]
     | Annotated[CustomDrafterConfig, Tag("package.module:Class")],

@@ -25,6 +25,7 @@ from treegraft.core.roles import (
     TargetTop,
     TreeBackend,
     TreeBuilder,
+    TreeTop,
     Verifier,
 )
 from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
@@ -99,6 +100,7 @@ class Decoding:
     notices: list[str] = field(default_factory=list)
     _capacity: int = 0
     _top_k: int | None = None
+    _wants_tree_top: bool = False
     _own_nan: bool = False
     _noise: Noise = field(init=False)
     _tree: TreeBackend = field(init=False)
@@ -110,6 +112,7 @@ class Decoding:
             self._capacity = min(self._capacity, target.max_positions)
         wanted = [d.target_top for d in self.parts.drafters if d.target_top is not None]
         self._top_k = max(wanted) if wanted else None
+        self._wants_tree_top = any(d.tree_top for d in self.parts.drafters)
         self._noise = Noise(self.sampling.seed, target.vocab_size)
         self._tree = self.parts.tree()
 
@@ -171,10 +174,13 @@ class Decoding:
             path = verdict.path[: len(tokens)]
             self.history.extend(tokens)
             self._noise.forget_before(len(self.history.tokens))
-            top = None
+            top, tree_top = None, None
             if self._top_k is not None:
                 rows = [ROOT, *verdict.path][: len(tokens)]
                 top = self._top(logits[rows], tokens)
+                if self._wants_tree_top:
+                    every = self._top(logits, [0] * len(tree))
+                    tree_top = TreeTop(tree.token, every.tokens, every.logprobs)
             # A first chain already sits where it belongs.
             moved = [(i, j + 1) for j, i in enumerate(path) if i != j + 1]
             if moved and self.finish_reason is None:
@@ -182,7 +188,7 @@ class Decoding:
                 parts.target.move_(self.cache.content, n_kv + source, n_kv + place)
         nodes = tree.node[list(path)].tolist()
         if self.finish_reason is None:
-            commit = Commit(tuple(tokens), tuple(nodes), top)
+            commit = Commit(tuple(tokens), tuple(nodes), top, tree_top)
             for drafter in parts.drafters:
                 drafter.observe(commit)
         n = len(parts.drafters)

@@ -343,6 +343,15 @@ def test_the_temperature_of_draws_can_be_set() -> None:
     assert torch.equal(own.q, same.q)
 
 
+def test_a_tiny_temperature_draws_the_likeliest() -> None:
+    """Dividing by it made every probability NaN, and the proposals were refused."""
+    for temperature in (5e-324, 1e-30, 1e-9):
+        made = proposals_of(begun("sample", 3, temperature=temperature), 3)
+        assert made.tokens.tolist() == proposals_of(begun("topk", 3), 1).tokens.tolist()
+        assert made.q is not None
+        assert made.q[0, made.tokens[0, 0]] == 1.0
+
+
 def test_two_draws_of_a_step_use_different_noise() -> None:
     drafter = begun("sample", 9)
     tree = TensorTree(V)

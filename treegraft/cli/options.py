@@ -27,8 +27,8 @@ Drafters = Annotated[
     list[str] | None,
     typer.Option(
         "--drafter",
-        help="A kind (ngram), datastore:DIR, a model, or package.module:Class; repeat, cheapest "
-        "first.",
+        help="A kind (ngram, suffix, recycle), datastore:DIR, a model, or package.module:Class; "
+        "repeat, cheapest first.",
     ),
 ]
 SchedulerName = Annotated[

@@ -62,6 +62,7 @@ class _GuardedDrafter(Drafter):
         self._drafter = drafter
         self._boundary = boundary
         self.target_top = drafter.target_top
+        self.tree_top = drafter.tree_top
         self.limit = drafter.limit
 
     def begin(self, context: Context) -> None:
@@ -82,6 +83,7 @@ class _GuardedScoringDrafter(ScoringDrafter):
         self._drafter = drafter
         self._boundary = boundary
         self.target_top = drafter.target_top
+        self.tree_top = drafter.tree_top
         self.limit = drafter.limit
 
     def begin(self, context: Context) -> None:

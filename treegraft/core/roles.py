@@ -35,6 +35,22 @@ class TargetTop:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeTop:
+    """The target's raw distribution behind every node of the tree that it just read.
+
+    Attributes
+    ----------
+    token : int64 [N], the nodes' tokens, the root's first; rejected nodes are among them.
+    tokens : int64 [N, k], the k likeliest tokens after each node, given its own path.
+    logprobs : float32 [N, k], their log p in nats, falling.
+    """
+
+    token: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """What a drafter is told when a text begins.
 
@@ -67,11 +83,13 @@ class Commit:
     path : the accepted nodes as numbered in the working tree, top down, without the root; node
         ``path[j]`` holds ``tokens[j]``.
     top : the target at the places of ``tokens``, or None if no drafter asked.
+    tree_top : the target behind every node that it read, or None if no drafter asked.
     """
 
     tokens: Sequence[int]
     path: Sequence[int]
     top: TargetTop | None
+    tree_top: TreeTop | None = None
 
 
 class TreeBackend(ABC):
@@ -192,15 +210,18 @@ class Drafter(ABC):
 
     Attributes
     ----------
-    Both are read when the pipeline is built.
+    All are read when the pipeline is built.
 
     target_top : how many of the target's top tokens it wants to see at every place of the text (0:
         only the logprob of the token that stands there; None: it does not look at the target).
+    tree_top : whether it wants those top tokens behind every node of the verified tree too,
+        rejected ones included; needs ``target_top``.
     limit : longest text in tokens that it can draft for, or None. Past it the pipeline calls the
         next cheaper drafter instead, and says so once.
     """
 
     target_top: int | None = None
+    tree_top: bool = False
     limit: int | None = None
 
     @abstractmethod

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treegraft.core.errors import TreeError
@@ -65,13 +68,8 @@ class Proposals:
         longest = max(1, *(len(path) for path in paths))
         return Proposals(
             torch.tensor(positions, dtype=torch.int64),
-            torch.tensor(
-                [[*path, *[-1] * (longest - len(path))] for path in paths], dtype=torch.int64
-            ),
-            torch.tensor(
-                [[*row, *[-torch.inf] * (longest - len(row))] for row in logprobs],
-                dtype=torch.float32,
-            ),
+            torch.from_numpy(_left_aligned(paths, longest, -1, np.int64)),
+            torch.from_numpy(_left_aligned(logprobs, longest, -np.inf, np.float32)),
             torch.tensor([0] * len(paths) if match is None else match, dtype=torch.int64),
         )
 
@@ -188,6 +186,16 @@ class Ledger:
         """(slot, token, child, row) of every slot proposed under ``node``, in order."""
         slots = (self.node == node).nonzero()[:, 0].tolist()
         return [(s, int(self.token[s]), int(self.child[s]), int(self.row[s])) for s in slots]
+
+
+def _left_aligned(
+    rows: Sequence[Sequence[float]], n_columns: int, padding: float, dtype: type
+) -> NDArray[Any]:
+    """[K, n_columns] from rows of unequal length; torch would read a list of lists far slower."""
+    filled = np.arange(n_columns) < np.array([len(row) for row in rows])[:, None]
+    aligned: NDArray[Any] = np.full(filled.shape, padding, dtype=dtype)
+    aligned[filled] = np.fromiter(chain.from_iterable(rows), dtype)
+    return aligned
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,9 @@ class LmDrafter(ScoringDrafter):
         top-k; Kool et al. 2019).
         """
         n, vocab_size = logq.shape
-        tempered = (logq.double() / self._temperature).log_softmax(-1)
+        # As the target's logits are: a tiny temperature must not make all of them infinite.
+        shifted = logq.double() - logq.double().amax(-1, keepdim=True)
+        tempered = (shifted / max(self._temperature, 1e-30)).log_softmax(-1)
         noise = torch.stack(
             [
                 keyed_gumbel(
