@@ -53,10 +53,10 @@ class SuffixConfig(BaseModel):
     store_tokens: int = Field(
         0,
         ge=0,
-        le=2**24,
+        le=2**22,
         description="Tokens of earlier texts of this pipeline that are kept to draft from, oldest "
-        "texts dropped first; 0 keeps none. Drafts, and so the speed, then depend on what was "
-        "decoded before; the tokens never do.",
+        "texts dropped first, at about half a kilobyte each; 0 keeps none. Drafts, and so the "
+        "speed, then depend on what was decoded before; the tokens never do.",
     )
 
     @model_validator(mode="after")
