@@ -6,9 +6,13 @@ part must know about its pipeline to be drawn so that it fits is in ``Room``.
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ from torch import Tensor
 from toy_tokenizers import PieceTokenizer
 
 from treegraft import parse_config
+from treegraft.backends.datastore import DatastoreWriter
 from treegraft.backends.reference import plain_tokens
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.sampling import Sampling
@@ -123,6 +128,30 @@ def suffix(room: Room) -> st.SearchStrategy[Options]:
     )
 
 
+@cache
+def corpus(vocab: int) -> str:
+    """A store of de Bruijn-like texts: every pair of ids stands in it, with something after it."""
+    folder = Path(tempfile.mkdtemp(prefix="treegraft-store-")) / "store"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    with DatastoreWriter(folder, vocab) as writer:
+        for step in range(1, vocab + 1):
+            writer.add([(i * step + i // vocab) % vocab for i in range(3 * vocab)])
+        writer.finish()
+    return str(folder)
+
+
+def datastore(room: Room) -> st.SearchStrategy[Options]:
+    n = st.integers(1, 6)
+    return st.builds(
+        lambda ns, **more: {"kind": "datastore", "min_n": ns[0], "max_n": ns[1], **more},
+        st.tuples(n, n).map(sorted),
+        path=st.builds(corpus, st.just(room.vocab)),
+        length=st.integers(1, 9),
+        paths=st.integers(1, 9),
+        occurrences=st.integers(1, 9),
+    )
+
+
 def oracle(room: Room, kind: str) -> st.SearchStrategy[Options]:
     """A drafter that knows the greedy target, as far as a hashed model can."""
     seed, order = room.argmax_key or (0, 2)
@@ -163,6 +192,7 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
         "recycle": lambda room: options(
             "recycle", k=st.integers(1, 9), levels=st.integers(1, 4), keep=st.booleans()
         ),
+        "datastore": datastore,
         "lm": lm,
         "adversarial_drafters:AlwaysRight": lambda room: oracle(room, "AlwaysRight"),
         "adversarial_drafters:AlwaysWrong": lambda room: oracle(room, "AlwaysWrong"),

@@ -65,6 +65,22 @@ def test_a_text_that_is_in_the_store_is_accepted_whole(
     assert result.statistics.target_calls <= 6
 
 
+def test_a_tokenizer_that_cannot_list_its_tokens_is_no_reason_to_fail(tmp_path: Path) -> None:
+    """It ended in an AttributeError; the width of the logits is still compared."""
+
+    class Decoder:
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+            return " ".join(map(str, token_ids))
+
+    path = store(tmp_path / "s", [PROMPT + plain(20)])
+    near = {"kind": "lm", "model": "near"}
+    made = pipeline(path, near, tokenizer=Decoder())
+    assert made.generate(PROMPT, max_new_tokens=20).tokens == plain(20)
+    other = store(tmp_path / "t", [[1, 2]], vocab_size=V + 1)
+    with pytest.raises(UnsupportedModelError, match="41"):
+        pipeline(other, tokenizer=Decoder())
+
+
 def test_a_store_of_something_else_proposes_nothing(tmp_path: Path) -> None:
     text = plain(40)
     pairs = set(zip([*PROMPT, *text], [*PROMPT[1:], *text], strict=False))

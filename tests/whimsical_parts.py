@@ -54,6 +54,8 @@ class WhimsicalBuilder(TreeBuilder):
         return torch.tensor(roll.sample(range(tree.n_nodes), k), dtype=torch.int64)
 
     def prune(self, tree: TreeBackend) -> TokenTree:
+        if tree.n_drawn:  # a part of one's own making would lack draws
+            return tree.prune(self.budget)
         whole = tree.prune(tree.n_nodes)
         roll = dice(self.seed, tree.token.tolist())
         kept = [ROOT]

@@ -267,9 +267,10 @@ class Decoding:
         if deepest > max_depth:
             raise TreeError(f"the text has room for a depth of {max_depth}, found {deepest}")
         n_slots = 0 if tree.ledger is None else int((tree.ledger.row >= 0).sum())
-        if n_slots != n_drawn:
+        if self.parts.verifier.needs_ledger and n_slots != n_drawn:
             raise TreeError(
-                f"the pruned tree's ledger must hold all {n_drawn} draws, found {n_slots}"
+                f"the pruned tree's ledger must hold all {n_drawn} draws, found {n_slots}; prune "
+                "with the tree's own prune"
             )
 
     def _within_limit(self, index: int | None, tree: TreeBackend) -> int | None:

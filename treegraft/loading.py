@@ -62,7 +62,7 @@ class Loader:
         Loads no weights. Where tokenizers cannot be compared the widths are, if the target is
         loaded already; so ask again when it is.
         """
-        tokenizer = self.tokenizer(target)
+        tokenizer = self._vocabulary(target)
         model = self._models.get(target)
         check_tokenizer(
             self.datastore(path).header,
@@ -71,6 +71,11 @@ class Loader:
             None if tokenizer is None else fingerprint(tokenizer),
             None if model is None else model.vocab_size,
         )
+
+    def _vocabulary(self, source: str) -> Any:
+        """The tokenizer of the model, None also for one's own that cannot list its tokens."""
+        tokenizer = self.tokenizer(source)
+        return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
     def tokenizer(self, source: str) -> Any:
         """The tokenizer of the model, or None; ``no_tokenizer`` says why."""
@@ -102,9 +107,9 @@ class Loader:
         if target == drafter:
             return
         check_vocabularies(
-            self.tokenizer(target),
+            self._vocabulary(target),
             self.model(target).vocab_size,
-            self.tokenizer(drafter),
+            self._vocabulary(drafter),
             self.model(drafter).vocab_size,
             (target, drafter),
         )

@@ -5,6 +5,7 @@ then drafters that draw, and whole pipelines.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -18,7 +19,7 @@ from treegraft.backends.exact import ExactLedger, ExactTraversal, ExactVerifier,
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.core.errors import TreeError
-from treegraft.core.roles import Context, TreeBackend, Verifier
+from treegraft.core.roles import Context, Touched, TreeBackend, TreeBuilder, Verifier
 from treegraft.core.sampling import (
     COINS,
     DRAWS,
@@ -449,6 +450,28 @@ def test_a_seed_gives_the_same_drawn_text_every_time(verifier: str) -> None:
     assert texts[0] == texts[1] != texts[2]
     slow = pipeline(verifier, "sample", 1.0, backend={"kind": "reference"})
     assert slow.generate([0, 1], max_new_tokens=30, seed=1).tokens == texts[0]
+
+
+class OwnPruning(TreeBuilder):
+    """Verifies the first nodes of the tree, and forgets what was drawn."""
+
+    depth, width, budget = 2, 2, 3
+
+    def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> torch.Tensor:
+        return tree.rank(touched.nodes, touched.match, 2)
+
+    def prune(self, tree: TreeBackend) -> TokenTree:
+        return replace(tree.prune(self.budget), ledger=None)
+
+
+def test_a_builder_that_leaves_draws_out_is_found_out_where_it_matters() -> None:
+    builder = {"kind": "test_drawn_trees:OwnPruning"}
+    fixed = {"kind": "fixed", "calls": [1, 1]}
+    with pytest.raises(TreeError, match="must hold all 6 draws, found 0; prune with the tree's"):
+        pipeline("ledger", "sample", 1.0, builder=builder, scheduler=fixed).generate([0, 1])
+    walked = pipeline("walk", "sample", 1.0, builder=builder, scheduler=fixed)
+    plain = pipeline("walk", "topk", 1.0, drafters=[], scheduler={"kind": "never"})
+    assert walked.generate([0, 1]).tokens == plain.generate([0, 1]).tokens
 
 
 # --- what is refused ------------------------------------------------------------------------------

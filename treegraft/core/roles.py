@@ -338,9 +338,12 @@ class Verifier(ABC):
     in_text_order : it asks for the target's distribution at the places of the text one by one, each
         once, and commits what it asked about: what a logits processor that keeps state needs. Where
         False, such processors are refused.
+    needs_ledger : it relies on the ledger of a tree in which something was drawn, so a builder must
+        not leave any draw out of it; ``TreeBackend.prune`` does not.
     """
 
     in_text_order: bool = False
+    needs_ledger: bool = False
 
     @abstractmethod
     def verdict(self, tree: TokenTree, target: TargetDistribution) -> Verdict:

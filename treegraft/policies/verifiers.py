@@ -76,6 +76,9 @@ class LedgerVerifier(Verifier):
     is taken with the noise of plain decoding, so where nothing was drawn the tokens are ``walk``'s.
     """
 
+    in_text_order = True
+    needs_ledger = True
+
     def __init__(self, config: LedgerConfig) -> None:
         del config
 
@@ -130,6 +133,8 @@ class TraversalVerifier(Verifier):
     last slot the node itself is accepted with probability a, and the bonus token comes from r. A
     slot whose node was pruned is a leaf without a bonus token.
     """
+
+    needs_ledger = True
 
     def __init__(self, config: TraversalConfig) -> None:
         del config
