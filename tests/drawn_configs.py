@@ -257,7 +257,7 @@ def stops(draw: st.DrawFn, room: Room) -> Options:
     most = draw(st.sampled_from([24, 40, 30, 17, 8, 5, 3, 2, 1]))
     ids = st.integers(0, room.vocab - 1)
     # Most texts go on for a while: an end at a random token comes soon.
-    kind = draw(st.sampled_from(["null", "none", "null", "none", "one", "several"]))
+    kind = draw(st.sampled_from(["one", "null", "none", "several", "null"]))
     several = st.lists(ids, unique=True, max_size=room.vocab)
     listed = {"null": st.none(), "none": st.just([]), "one": ids.map(lambda i: [i])}
     eos = draw(listed.get(kind, several))
@@ -266,7 +266,7 @@ def stops(draw: st.DrawFn, room: Room) -> Options:
     n_strings = draw(st.sampled_from([0, 0, 0, 1, 2]))
     return {
         "max_new_tokens": most,
-        "min_new_tokens": 0 if all_end else draw(st.one_of(st.just(0), st.integers(0, most))),
+        "min_new_tokens": 0 if all_end else draw(st.sampled_from([most, 0, most // 2])),
         "eos": eos,
         "strings": draw(st.lists(st.sampled_from(STRINGS), min_size=n_strings, max_size=n_strings)),
     }
@@ -280,7 +280,8 @@ def prompts(draw: st.DrawFn, room: Room) -> list[int]:
     lengths += [st.integers(max(1, limit - 9), limit + 2) for limit in sorted(limits)]
     length = draw(st.one_of(lengths))
     # A short text over and over, so that look-ups find something.
-    start = draw(st.lists(st.integers(0, room.vocab - 1), min_size=1, max_size=min(length, 9)))
+    ids, n_start = st.integers(0, room.vocab - 1), min(length, draw(st.sampled_from([3, 9, 5, 1])))
+    start = draw(st.lists(ids, min_size=n_start, max_size=n_start))
     return (start * length)[:length]
 
 

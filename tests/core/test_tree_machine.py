@@ -219,4 +219,6 @@ class ManyTrees(TwoTrees):
 TestTrees: Any = TwoTrees.TestCase
 TestTrees.settings = settings(max_examples=40, stateful_step_count=25)
 TestTreesThoroughly: Any = pytest.mark.slow(ManyTrees.TestCase)
-TestTreesThoroughly.settings = settings(settings.get_profile("thorough"), stateful_step_count=40)
+TestTreesThoroughly.settings = settings(
+    settings.get_profile("thorough"), max_examples=600, stateful_step_count=40
+)
