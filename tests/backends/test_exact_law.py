@@ -83,12 +83,12 @@ def test_the_enumeration_finds_every_outcome_of_a_program() -> None:
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @given(case=cases())
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_any_tree_that_policies_grow_is_verified_exactly(
     verifier: type[ExactVerifier], case: Case
 ) -> None:
     try:
-        assert is_exact(case, verifier, most_outcomes=1000)
+        assert is_exact(case, verifier, most_outcomes=600)
     except TooLarge:
         reject()
 
@@ -96,12 +96,12 @@ def test_any_tree_that_policies_grow_is_verified_exactly(
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @given(case=cases())
-@settings(max_examples=600, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_any_tree_that_policies_grow_is_verified_exactly_at_length(
     verifier: type[ExactVerifier], case: Case
 ) -> None:
     try:
-        assert is_exact(case, verifier, most_outcomes=6000)
+        assert is_exact(case, verifier, most_outcomes=3000)
     except TooLarge:
         reject()
 
