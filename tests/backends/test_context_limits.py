@@ -7,7 +7,6 @@ of every forward are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,25 +28,31 @@ LENGTHS = (1, LIMIT - 3, LIMIT - 2, LIMIT - 1)
 
 
 @pytest.fixture
-def furthest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+def furthest(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Per model name the furthest position that any forward asked for."""
     seen: dict[str, int] = {}
     forward = HFLanguageModel.forward
 
     def looking(
-        self: HFLanguageModel, cache: Any, tokens: Any, rows: Any, positions: Any, *rest: Any, **o: Any
+        self: HFLanguageModel,
+        cache: Any,
+        tokens: Any,
+        rows: Any,
+        positions: Any,
+        *rest: Any,
+        **o: Any,
     ) -> Any:
         seen[self.name] = max(seen.get(self.name, 0), int(positions.max()))
         return forward(self, cache, tokens, rows, positions, *rest, **o)
 
     monkeypatch.setattr(HFLanguageModel, "forward", looking)
-    yield seen
+    return seen
 
 
 def limited(
     name: str, limit: int, drafter_limits: dict[str, int], calls: list[str], n_new: int = 200
 ) -> tuple[Pipeline, Pipeline]:
-    """Plain and drafted decoding of a family; near copies of the target with limits of their own."""
+    """Plain and drafted decoding; the drafters are near copies with limits of their own."""
     drafters = {which: shorten_(near_copy(name), end) for which, end in drafter_limits.items()}
     return pipelines(shorten_(build(name), limit), drafters, calls, n_new, WIDE)
 
@@ -210,9 +215,7 @@ def test_a_tree_larger_than_the_drafters_cache_grows_it_within_a_step(
 
     monkeypatch.setattr(HFLanguageModel, "new_cache", noting)
     builder = {"kind": "layered", "depth": 9, "width": 12, "budget": 60}
-    plain, drafted = pipelines(
-        build(name), {"near": near_copy(name)}, ["near"] * 9, 14, builder
-    )
+    plain, drafted = pipelines(build(name), {"near": near_copy(name)}, ["near"] * 9, 14, builder)
     for n_prompt in (2, 12):
         prompt = prompt_of(n_prompt)
         for temperature in (0.0, 1.0):
