@@ -25,7 +25,7 @@ def pipelines(
     n_new: int,
     builder: dict[str, Any] = LAYERED,
 ) -> tuple[Pipeline, Pipeline]:
-    """Plain decoding, and drafting by look-ups and ``drafters`` as ``calls`` says, cheapest first."""
+    """Plain decoding, and drafting by look-ups and ``drafters`` (cheapest first) per ``calls``."""
     models = {"target": HFLanguageModel(target, name="target")}
     for name, model in drafters.items():
         models[name] = HFLanguageModel(model, name=name, self_test=False)

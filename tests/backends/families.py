@@ -242,7 +242,7 @@ def near_copy(
 
 
 def shorten_(model: PreTrainedModel, n_positions: int) -> PreTrainedModel:
-    """Let a model address ``n_positions`` only; a learned table is cut, the rest stays as it was."""
+    """Let a model address ``n_positions`` only; a learned table is cut, the rest is left as is."""
     decoder = model.get_decoder()
     # opt's table begins with two rows that no position uses.
     for name, n_rows in (("wpe", n_positions), ("embed_positions", n_positions + 2)):

@@ -1,4 +1,4 @@
-"""The tie rule: which tokens of a text the bare model itself would have taken, given what is before.
+"""The tie rule: which tokens of a text the bare model itself would have taken in their places.
 
 One causal forward of the model on the whole text, without a cache, masks or positions from us,
 judges every token. Arithmetic of one type decides alike wherever the first choice leads by more

@@ -7,7 +7,6 @@ of every forward are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ LENGTHS = (1, LIMIT - 3, LIMIT - 2, LIMIT - 1)
 
 
 @pytest.fixture
-def furthest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+def furthest(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Per model name the furthest position that any forward asked for."""
     seen: dict[str, int] = {}
     forward = HFLanguageModel.forward
@@ -47,13 +46,13 @@ def furthest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         return forward(self, cache, tokens, rows, positions, *rest, **o)
 
     monkeypatch.setattr(HFLanguageModel, "forward", looking)
-    yield seen
+    return seen
 
 
 def limited(
     name: str, limit: int, drafter_limits: dict[str, int], calls: list[str], n_new: int = 200
 ) -> tuple[Pipeline, Pipeline]:
-    """Plain and drafted decoding of a family; near copies of the target with limits of their own."""
+    """Plain and drafted decoding; the drafters are near copies with limits of their own."""
     drafters = {which: shorten_(near_copy(name), end) for which, end in drafter_limits.items()}
     return pipelines(shorten_(build(name), limit), drafters, calls, n_new, WIDE)
 

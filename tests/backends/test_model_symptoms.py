@@ -61,10 +61,10 @@ def test_caches_after_full_partial_and_no_accept_are_those_of_a_prefill(name: st
     _, drafted = pipelines(model, {"near": near}, ["near", "ngram", "near"], 24)
     tolerance = TOLERANCE.get(name, 1e-9)
     paths = []
-    for length in (1, 12):
+    for length, temperature in ((1, 0.0), (12, 1.0)):
         text = prompt_of(length)
         with rows_moved() as moved:
-            for chunk in drafted.stream(text, temperature=0.0):
+            for chunk in drafted.stream(text, temperature=temperature):
                 if chunk.generation is None:
                     text = text + chunk.tokens
                     paths.append(chunk.step.n_path)
