@@ -119,3 +119,23 @@ def test_configs_must_ask_for_one_text():
 
 def test_models_are_loaded_once(pipelines, models):
     assert all(pipeline.target is models["zoo:target"] for pipeline in pipelines.values())
+
+
+def test_texts_that_only_share_a_law_are_not_held_against_each_other(models):
+    """A chain of draws decodes other tokens than plain sampling, and that is no difference."""
+    pipelines = build_pipelines(demo_configs(1.0, max_new_tokens=12), models=models)
+    result = compare(pipelines, PROMPTS)
+    assert set(pipelines) - set(demo_configs()) == {"drawn"}
+    assert result.same_law == {"drawn"}
+    assert result.identical
+    plain, drawn = (
+        [run.generations[arm].tokens for run in result.runs] for arm in ("plain", "drawn")
+    )
+    assert plain != drawn
+    summary = result.summary("drawn")
+    assert summary.identical is None
+    assert summary.as_dict("ratio_to_plain")["identical"] is None
+    assert result.summary("never").identical is True
+    # Against a baseline that draws, nobody's tokens are to be expected.
+    turned = compare({"drawn": pipelines["drawn"], "plain": pipelines["plain"]}, PROMPTS)
+    assert turned.same_law == {"plain"}

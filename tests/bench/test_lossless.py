@@ -20,6 +20,7 @@ from treegraft.bench.check import LAYOUT_VERSION, check_lossless
 from treegraft.bench.demo import demo_configs
 from treegraft.bench.prompts import default_prompts
 from treegraft.core.sampling import Sampling
+from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 from treegraft.prompts import Prompt
 
 V = 6
@@ -373,7 +374,7 @@ def test_the_report_is_laid_out_as_documented(drafter):
     made = {"t": twins(torch.bfloat16), "d": drafter}
     ties = check_lossless(config("TakesTheLastOfEquals"), IDS, 8, models=made).as_dict()
     faults = check_lossless(config("TakesTheDeepest"), IDS, 8, models=made).as_dict()
-    opaque = {"adapter", "drafter_adapters", "config", "ties", "fault"}
+    opaque = {"adapter", "drafter_adapters", "config", "ties", "fault", "skipped"}
     for report in (ties, faults):
         json.dumps(report, allow_nan=False)
         assert keys(report, opaque) == top
@@ -392,3 +393,19 @@ def test_the_report_is_laid_out_as_documented(drafter):
     assert counts["texts"] == counts["equal"] + counts["tie"] + counts["fault"] == 4
     assert counts["ties"] == sum(len(text["ties"]) for text in ties["texts"]) > 0
     assert counts["tokens"] == sum(text["tokens"] for text in ties["texts"]) == 32
+
+
+def test_sampled_texts_that_only_keep_their_law_are_left_out_and_named():
+    drafters = [{"kind": "lm", "model": "d", "name": "near", "children": "sample"}]
+    always = {"kind": "always"}
+    for verifier, skipped in (
+        (WalkConfig(), set()),
+        (LedgerConfig(), {"seeded"}),
+        (TraversalConfig(), {"seeded"}),
+    ):
+        made = config(drafters=drafters, scheduler=always)
+        made = made.model_copy(update={"verifier": verifier})
+        result = check_lossless(made, IDS[:1], 12, models=models())
+        assert result.passed
+        assert set(result.skipped) == set(result.as_dict()["skipped"]) == skipped
+        assert {v.mode for v in result.verdicts} == {"greedy", "seeded"} - skipped

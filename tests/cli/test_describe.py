@@ -40,7 +40,7 @@ def test_forms_of_the_description(treegraft):
     data = treegraft("describe", "-c", file, "--json").json
     assert {node["role"] for node in data["nodes"]} >= {"target", "drafter", "scheduler"}
     assert {"from", "to", "flow", "feedback"} == set(data["edges"][0])
-    assert data["config"]["builder"]["depth"] == 3
+    assert data["config"]["builder"]["depth"] == 4
 
 
 def test_a_resolved_config_is_a_config(treegraft):

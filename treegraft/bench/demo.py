@@ -26,18 +26,18 @@ __all__ = [
 DEMO_SETTINGS: dict[str, Any] = {
     "target": {"model": "zoo:target"},
     "drafters": [{"kind": "ngram"}, {"kind": "lm", "model": "zoo:small"}],
-    "builder": {"kind": "layered", "depth": 3, "width": 3, "budget": 9},
+    "builder": {"kind": "layered", "depth": 4, "width": 2, "budget": 8},
 }
 """Target, drafters and tree of every configuration of the demo.
 
-A CPU pays for every node that it verifies (9 cost the zoo's target a third more than 1), so the
+A CPU pays for every node that it verifies (8 cost the zoo's target a third more than 1), so the
 tree is far smaller than the paper's, which is for accelerators.
 """
 
 DEMO_SCHEDULERS: dict[str, dict[str, Any]] = {
     "never": {"kind": "never"},
     "always": {"kind": "always"},
-    "mixed": {"kind": "fixed", "calls": ["small", "ngram", "ngram"]},
+    "mixed": {"kind": "fixed", "calls": ["small", "small", "ngram", "ngram"]},
 }
 """Who drafts in which layer, in the configurations that draft."""
 
@@ -46,7 +46,7 @@ DEMO_DRAWN: dict[str, Any] = {
         {"kind": "ngram"},
         {"kind": "lm", "model": "zoo:small", "children": "sample"},
     ],
-    "builder": {"kind": "layered", "depth": 4, "width": 1, "budget": 4},
+    "builder": {"kind": "layered", "depth": 3, "width": 1, "budget": 3},
     "scheduler": {"kind": "always"},
     "verifier": {"kind": "ledger"},
 }
