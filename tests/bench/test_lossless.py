@@ -405,7 +405,7 @@ def test_sampled_texts_that_only_keep_their_law_are_left_out_and_named():
     ):
         made = config(drafters=drafters, scheduler=always)
         made = made.model_copy(update={"verifier": verifier})
-        result = check_lossless(made, IDS[:1], 12, models=models())
+        result = check_lossless(made, [Prompt("p", (1, 2, 3))], 12, models=models())
         assert result.passed
         assert set(result.skipped) == set(result.as_dict()["skipped"]) == skipped
         assert {v.mode for v in result.verdicts} == {"greedy", "seeded"} - skipped

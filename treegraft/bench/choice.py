@@ -10,7 +10,7 @@ magnitude m is the largest |logit| of the tokens in question, or the median |log
 vocabulary if that is larger (the first choice may happen to stand near 0). The units are
 ``max(2, sqrt(L))``: two logits are each rounded to half a unit in the last place in each of two
 forwards; and a residual stream is rounded again in each of L layers, whose errors add up like the
-steps of a random walk. (Measured on the zoo's first target, 12 layers: 28 of 5403 first choices flip
+steps of a random walk. (Measured on the zoo's first target, 12 layers: 28 of 5403 choices flip
 between the three orders in bfloat16, across gaps of up to 1.5 units, where 3.5 are excused.)
 
 Two tokens without filters or penalties so tie if neither lies more than ``units * eps * m`` below
