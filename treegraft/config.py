@@ -20,10 +20,20 @@ from pydantic import (
 )
 
 from treegraft.core.errors import ConfigError
-from treegraft.policies.builders import LayeredConfig
+from treegraft.policies.builders import (
+    BestFirstConfig,
+    ChainConfig,
+    LayeredConfig,
+    StaticConfig,
+)
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
-from treegraft.policies.grafts import TreegraftConfig
+from treegraft.policies.grafts import (
+    BudgetSwapConfig,
+    ReplaceConfig,
+    TreegraftConfig,
+    UnionConfig,
+)
 from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
 from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 
@@ -63,11 +73,18 @@ DrafterConfig = Annotated[
     Discriminator(_tag),
 ]
 BuilderConfig = Annotated[
-    Annotated[LayeredConfig, Tag("layered")] | Annotated[CustomConfig, Tag("package.module:Class")],
+    Annotated[LayeredConfig, Tag("layered")]
+    | Annotated[BestFirstConfig, Tag("best_first")]
+    | Annotated[ChainConfig, Tag("chain")]
+    | Annotated[StaticConfig, Tag("static")]
+    | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
 GraftConfig = Annotated[
     Annotated[TreegraftConfig, Tag("treegraft")]
+    | Annotated[UnionConfig, Tag("union")]
+    | Annotated[ReplaceConfig, Tag("replace")]
+    | Annotated[BudgetSwapConfig, Tag("budget_swap")]
     | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
@@ -179,6 +196,11 @@ class PipelineConfig(_Strict):
     graft: GraftConfig = TreegraftConfig()
     scheduler: SchedulerConfig = NeverConfig()
     verifier: VerifierConfig = WalkConfig()
+    ride_along: tuple[str, ...] = Field(
+        (),
+        description="Names of look-up drafters that act in every layer, right before its drafter "
+        "when that one scores; with graft.reach any their paths compete for its positions.",
+    )
     sampling: SamplingConfig = SamplingConfig()
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()
@@ -206,12 +228,47 @@ class PipelineConfig(_Strict):
                 f"drafters must have different names, found {twice[0]!r} twice; set name"
             )
         n_calls = len(self.fixed_calls)
-        if isinstance(self.builder, LayeredConfig) and n_calls > self.builder.depth:
+        if not isinstance(self.builder, CustomConfig) and n_calls > self.builder.depth:
             raise ValueError(
                 f"scheduler.calls must have at most builder.depth = {self.builder.depth} layers, "
                 f"found {n_calls}"
             )
+        self._check_riders()
+        self._check_static()
         return self
+
+    def _check_riders(self) -> None:
+        names = self.drafter_names
+        for name in self.ride_along:
+            if name not in names:
+                raise ValueError(f"ride_along names drafter {name!r}, found drafters {list(names)}")
+            if isinstance(self.drafters[names.index(name)], LmConfig):
+                raise ValueError(
+                    f"ride_along takes drafters that do not score, found {name!r}, which is a model"
+                )
+            if self.ride_along.count(name) > 1:
+                raise ValueError(f"ride_along must hold each name once, found {name!r} twice")
+        if self.ride_along and isinstance(self.graft, ReplaceConfig):
+            raise ValueError(
+                "ride_along needs a graft that keeps what look-ups drafted, found graft.kind "
+                "'replace'"
+            )
+
+    def _check_static(self) -> None:
+        """A static tree is expanded along its paths; a graft that goes elsewhere is refused."""
+        graft = self.graft
+        if not isinstance(self.builder, StaticConfig) or isinstance(graft, CustomConfig):
+            return
+        if isinstance(graft, TreegraftConfig) and graft.reselect:
+            raise ValueError(
+                "builder.kind 'static' needs a graft that expands the frontier: set graft.reselect "
+                "to false or graft.kind to union, found reselect true"
+            )
+        if isinstance(graft, ReplaceConfig | BudgetSwapConfig):
+            raise ValueError(
+                "builder.kind 'static' needs a graft that expands the frontier: graft.kind "
+                f"treegraft without reselect or union, found {graft.kind!r}"
+            )
 
     @property
     def same_tokens(self) -> bool:

@@ -97,7 +97,9 @@ def test_bounds_of_counts(treegraft):
 def test_a_tree_option_does_not_reach_a_builder_of_ones_own(treegraft, write):
     file = write("c.yaml", "target: {model: m}\nbuilder: {kind: 'a.b:C'}\n")
     result = treegraft("generate", "-c", file, "--width", 3, "-p", "x")
-    assert result.err == "error: --width is an option of builder.kind 'layered', found 'a.b:C'\n"
+    assert result.err == (
+        "error: --width is an option of builder.kind 'layered' and 'best_first', found 'a.b:C'\n"
+    )
 
 
 def test_a_device_that_is_not_there_is_named(zoo, treegraft):

@@ -22,6 +22,7 @@ from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
 V = 5
 NONE = -math.inf
 COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer")
+STATES = ("alive", "leaf")
 
 
 @pytest.fixture(params=[TensorTree, ReferenceTree], ids=["tensor", "reference"])
@@ -139,6 +140,43 @@ def test_reset_forgets_everything(tree: TreeBackend) -> None:
     assert tree.ancestors(torch.tensor([1])).tolist() == [[True, True]]
 
 
+def test_what_is_taken_out_is_not_found_again_until_it_is_proposed(tree: TreeBackend) -> None:
+    tree.add_(paths((ROOT, [1, 2], [-1.0, -1.0]), (ROOT, [3], [-0.5])), source=0, overwrite=True)
+    tree.keep_(torch.tensor([2]))  # [3]; node 3 is [1, 2]
+    assert tree.alive.tolist() == [True, False, True, False]
+    assert tree.leaf.tolist() == [False, False, True, False]
+    assert tree.best(9, 0, 9).tolist() == [0, 2]
+    assert tree.rank(torch.tensor([1, 2]), torch.tensor([5, 0]), 9).tolist() == [2]
+    assert tree.prune(9).node.tolist() == [0, 2]
+    # It comes back as a new node would, but under its number, and what hung below stays out.
+    assert tree.add_(paths((ROOT, [1], [-2.0])), source=4, overwrite=False).tolist() == [[1]]
+    assert tree.alive.tolist() == [True, True, True, False]
+    assert (int(tree.source[1]), int(tree.scorer[1]), float(tree.logprob[1])) == (4, 4, -2.0)
+    assert tree.best(9, 0, 9, unvisited_by=0).tolist() == [2, 1]
+    assert tree.add_(paths((1, [2], [NONE])), source=4, overwrite=False).tolist() == [[3]]
+    assert (int(tree.scorer[3]), float(tree.logprob[3])) == (NOBODY, NONE)
+    tree.reset_(token=4, max_depth=3)
+    tree.add_(paths((ROOT, [1, 2], [-1.0, -1.0])), source=0, overwrite=True)
+    assert tree.alive.tolist() == [True] * 3
+
+
+def test_nothing_hangs_under_a_node_that_was_taken_out_and_no_other_node_is_kept(
+    tree: TreeBackend,
+) -> None:
+    tree.add_(paths((ROOT, [1, 2], [-1.0, -1.0])), source=0, overwrite=True)
+    for wrong in (3, -1):
+        with pytest.raises(TreeError, match=rf"^nodes to keep must be in the tree, found {wrong}$"):
+            tree.keep_(torch.tensor([1, wrong]))
+    assert tree.alive.all()
+    tree.keep_(torch.tensor([], dtype=torch.int64))
+    assert tree.alive.tolist() == [True, False, False]
+    with pytest.raises(TreeError, match=r"^nodes to keep must be in the tree, found 2$"):
+        tree.keep_(torch.tensor([2]))
+    with pytest.raises(TreeError, match=r"^paths cannot hang under node 1, which was taken out$"):
+        tree.add_(paths((1, [3], [-1.0])), source=0, overwrite=False)
+    assert tree.n_nodes == 3
+
+
 def test_pruning_to_nothing_leaves_the_root(tree: TreeBackend) -> None:
     tree.add_(paths((ROOT, [1, 2], [0.0, 0.0])), source=0, overwrite=False)
     pruned = tree.prune(0)
@@ -189,19 +227,33 @@ class TwoTrees(RuleBasedStateMachine):
         self, drawn: list[tuple[int, list[tuple[int, float]]]], source: int, overwrite: bool
     ) -> None:
         n = self.reference.n_nodes
+        living = self.reference.alive.nonzero()[:, 0].tolist()
         proposals = Proposals.of_paths(
-            [position % n for position, _ in drawn],
+            [living[position % len(living)] for position, _ in drawn],
             [[token for token, _ in path] for _, path in drawn],
             [[score for _, score in path] for _, path in drawn],
         )
         proposals.check(n)
         old = {name: getattr(self.reference, name).clone() for name in COLUMNS[:3]}
-        old["source"] = self.reference.source.clone()
+        alive = self.reference.alive.clone()
+        source_before = self.reference.source.clone()
         ours = self.tensor.add_(proposals, source, overwrite)
         theirs = self.reference.add_(proposals, source, overwrite)
         assert ours.tolist() == theirs.tolist()
         for name, column in old.items():  # nothing is removed or moved
             assert torch.equal(getattr(self.tensor, name)[:n], column)
+        assert torch.equal(self.tensor.source[:n][alive], source_before[alive])
+        assert bool(self.tensor.alive[:n][alive].all())
+
+    @rule(chosen=st.lists(st.integers(0, 10**6), max_size=4))
+    def keep(self, chosen: list[int]) -> None:
+        living = self.reference.alive.nonzero()[:, 0]
+        nodes = living[torch.tensor([i % len(living) for i in chosen], dtype=torch.int64)]
+        self.tensor.keep_(nodes)
+        self.reference.keep_(nodes)
+        above = self.reference.ancestors(nodes).any(0)
+        above[ROOT] = True
+        assert torch.equal(self.reference.alive, above)
 
     @rule(data=st.data(), source=st.integers(0, 3))
     def rescore(self, data: st.DataObject, source: int) -> None:
@@ -241,7 +293,7 @@ class TwoTrees(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        for name in COLUMNS:
+        for name in (*COLUMNS, *STATES):
             ours, theirs = getattr(self.tensor, name), getattr(self.reference, name)
             assert ours.dtype == theirs.dtype, name
             assert torch.equal(ours, theirs), name
@@ -257,11 +309,13 @@ class TwoTrees(RuleBasedStateMachine):
 def assert_law_5(tree: TreeBackend, pruned: TokenTree, budget: int) -> None:
     """The budget holds, ancestors are kept, and no dropped node was the better choice."""
     kept = set(pruned.node.tolist())
-    assert len(kept) == min(budget + 1, tree.n_nodes)
+    alive = tree.alive.tolist()
+    assert len(kept) == min(budget + 1, sum(alive))
+    assert all(alive[node] for node in kept)
     parent, logprob = tree.parent.tolist(), tree.logprob.tolist()
     assert all(parent[node] in kept for node in kept)
     worst = min(logprob[node] for node in kept)
-    available = [v for v in range(tree.n_nodes) if v not in kept and parent[v] in kept]
+    available = [v for v in range(tree.n_nodes) if alive[v] and v not in kept and parent[v] in kept]
     assert all(logprob[v] <= worst for v in available)
 
 
