@@ -279,7 +279,7 @@ class TensorTree(TreeBackend):
         known &= self._alive[np.where(known, wanted, ROOT)]
         if not known.all():
             raise TreeError(f"nodes to keep must be in the tree, found {wanted[~known][0]}")
-        kept: NDArray[np.bool_] = self._lineage[wanted, :n].any(0)
+        kept = np.logical_or.reduce(self._lineage[wanted, :n], axis=0)
         kept[list(self._bound)] = True
         self._alive[:n] &= kept
 

@@ -219,8 +219,8 @@ class ReplaceGraft(GraftPolicy):
 class BudgetSwapGraft(GraftPolicy):
     """Prune, then give the freed places to look-ups.
 
-    The idea is Graft's (arXiv 2605.20104), the details are ours. The layers are ``treegraft``'s. After
-    the last one, with budget B and ``swap`` S:
+    The idea is Graft's (arXiv 2605.20104), the details are ours. Layers are those of ``treegraft``;
+    after the last one, with budget B and ``swap`` S:
 
     1. The root and the B - S best nodes stay, and those under which something was drawn.
     2. The look-up drafters, the cheapest first and whether or not they acted in a layer, look up
