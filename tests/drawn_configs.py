@@ -185,6 +185,13 @@ SHAPE = {
     "budget": st.one_of(st.integers(4, 24), st.integers(0, 8)),
 }
 
+STATIC_SHAPES = (
+    [[0]],
+    [[0], [0, 0], [0, 0, 0]],
+    [[0], [1], [0, 0]],
+    [[0], [1], [2], [0, 0], [1, 0], [1, 2], [0, 0, 0]],
+)
+
 PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
     "drafter": {
         "ngram": ngram,
@@ -201,14 +208,28 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
     },
     "builder": {
         "layered": lambda room: options("layered", **SHAPE),
+        "best_first": lambda room: options("best_first", **SHAPE),
+        "chain": lambda room: options("chain", depth=st.integers(0, 6)),
+        "static": lambda room: st.sampled_from(STATIC_SHAPES).map(
+            lambda paths: {"kind": "static", "paths": paths}
+        ),
         "whimsical_parts:WhimsicalBuilder": lambda room: own(
             "whimsical_parts:WhimsicalBuilder", seed=SEEDS, **SHAPE
         ),
     },
     "graft": {
         "treegraft": lambda room: options(
-            "treegraft", lookback=st.integers(0, 6), revisit=st.booleans()
+            "treegraft",
+            lookback=st.integers(0, 6),
+            revisit=st.booleans(),
+            rescore=st.sampled_from(["every_visit", "once", "never"]),
+            reselect=st.booleans(),
+            recover=st.booleans(),
+            reach=st.sampled_from(["frontier", "any"]),
         ),
+        "union": lambda room: options("union"),
+        "replace": lambda room: options("replace"),
+        "budget_swap": lambda room: options("budget_swap", swap=st.integers(1, 9)),
         "whimsical_parts:WhimsicalGraft": lambda room: own(
             "whimsical_parts:WhimsicalGraft", seed=SEEDS
         ),
@@ -362,6 +383,8 @@ def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
     room = draw(rooms)
     builder = draw(part("builder", room))
     shape = {"depth": 5, "width": 10} | builder.get("params", builder)
+    if "paths" in shape:
+        shape["depth"] = max(map(len, shape["paths"]))
     room = replace(room, depth=shape["depth"], width=shape["width"])
     room = replace(room, n_drafters=draw(st.sampled_from([2, 1, 3, 4, 0])))
     drafters = [draw(part("drafter", room)) for _ in range(room.n_drafters)]
@@ -374,6 +397,12 @@ def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
         "stop": draw(stops(room)),
         "backend": {"kind": draw(st.sampled_from(["tensor", "tensor", "reference"]))},
     }
+    if builder["kind"] == "static":  # its paths are expanded by grafts that do not go elsewhere
+        config["graft"] = {"kind": "union"}
+    look_ups = {"ngram", "suffix", "recycle", "datastore"}
+    names = [d["name"] for d in config["drafters"] if d["kind"] in look_ups]
+    if names and config["graft"]["kind"] != "replace":
+        config["ride_along"] = draw(st.lists(st.sampled_from(names), unique=True))
     return Case(config, room, draw(prompts(room)))
 
 

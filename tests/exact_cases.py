@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from torch import Tensor
 
 from treegraft.backends.exact import Dice, ExactVerifier, Law, law_of
 from treegraft.backends.tensor_tree import TensorTree
+from treegraft.components import build_component
 from treegraft.core.roles import (
     Commit,
     Context,
@@ -28,10 +30,11 @@ from treegraft.core.roles import (
     ScoringDrafter,
     Touched,
     TreeBackend,
+    TreeBuilder,
 )
 from treegraft.core.tree import ROOT, Proposals, TokenTree
-from treegraft.policies.builders import LayeredBuilder, LayeredConfig
-from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
+from treegraft.policies.builders import LayeredConfig
+from treegraft.policies.grafts import TreegraftConfig
 
 PROMPT = (0, 1)
 
@@ -220,17 +223,23 @@ class Case:
     whim: int | None
     most_draws: int = 3
     prompt: tuple[int, ...] = field(default=PROMPT)
+    graft: BaseModel | None = None
+    builder: BaseModel | None = None
+
+    def policies(self) -> tuple[GraftPolicy, TreeBuilder]:
+        """Fresh ones for each step; the ways of this case where no config names others."""
+        graft = self.graft or TreegraftConfig(lookback=self.lookback)
+        builder = self.builder or LayeredConfig(
+            depth=len(self.calls), width=self.width, budget=self.budget
+        )
+        made = build_component("graft", graft), build_component("builder", builder)
+        return (WhimsicalGraft(self.whim), made[1]) if self.whim is not None else made
 
     def grow(self, text: tuple[int, ...], dice: Dice, spoil: Callable[[Any], None]) -> TokenTree:
         """One step's tree, by the product's own policies."""
         tree = TensorTree(self.world.n_ids, n_slots=16)
-        tree.reset_(text[-1], max_depth=3, budget=self.budget)
-        builder = LayeredBuilder(
-            LayeredConfig(depth=len(self.calls), width=self.width, budget=self.budget)
-        )
-        graft: GraftPolicy = TreegraftGraft(TreegraftConfig(lookback=self.lookback))
-        if self.whim is not None:
-            graft = WhimsicalGraft(self.whim)
+        tree.reset_(text[-1], max_depth=3, budget=self.policies()[1].budget)
+        graft, builder = self.policies()
         drafters: list[Drafter] = []
         for rule in self.rules:
             inner = TableDrafter(rule, self.world, dice, self.most_draws)
@@ -238,9 +247,14 @@ class Case:
             drafters[-1].begin(Context(text, 99, self.world.n_ids, None))
         frontier = torch.tensor([ROOT])
         for layer, call in enumerate(self.calls, 1):
-            touched = graft.visit(tree, drafters[call], call, frontier, self.width)
+            touched = graft.visit(tree, drafters[call], call, frontier, builder.width)
             reached = builder.frontier(tree, touched, layer)
+            if reached is None:
+                break
             frontier = reached if len(reached) else frontier
+        if self.calls:
+            able = dict(enumerate(drafters))
+            graft.finish(tree, able, self.calls, builder.width, builder.budget)
         spoil(tree)
         pruned = builder.prune(tree)
         pruned.check()

@@ -93,7 +93,9 @@ def check(case: Case) -> Generation:
     if case.exact:
         assert result.tokens == tokens
         assert result.finish_reason == reason
-        bare = pipeline(case, drafters=[], scheduler={"kind": "never"}).generate(case.prompt)
+        bare = pipeline(case, drafters=[], ride_along=[], scheduler={"kind": "never"}).generate(
+            case.prompt
+        )
         assert (bare.tokens, bare.finish_reason) == (tokens, reason)
         assert all(step.n_new == step.n_tree == 1 for step in bare.steps)
     check_records(case, result)

@@ -13,13 +13,31 @@ from pydantic import BaseModel
 from treegraft.config import CustomConfig
 from treegraft.core.errors import ConfigError, TreegraftError
 from treegraft.core.roles import Drafter, GraftPolicy, Scheduler, TreeBuilder, Verifier
-from treegraft.policies.builders import LayeredBuilder, LayeredConfig
+from treegraft.policies.builders import (
+    BestFirstBuilder,
+    BestFirstConfig,
+    ChainBuilder,
+    ChainConfig,
+    LayeredBuilder,
+    LayeredConfig,
+    StaticBuilder,
+    StaticConfig,
+)
 from treegraft.policies.drafters.datastore import DatastoreConfig, DatastoreDrafter
 from treegraft.policies.drafters.lm import LmConfig, LmDrafter
 from treegraft.policies.drafters.ngram import NgramConfig, NgramDrafter
 from treegraft.policies.drafters.recycle import RecycleConfig, RecycleDrafter
 from treegraft.policies.drafters.suffix import SuffixConfig, SuffixDrafter
-from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
+from treegraft.policies.grafts import (
+    BudgetSwapConfig,
+    BudgetSwapGraft,
+    ReplaceConfig,
+    ReplaceGraft,
+    TreegraftConfig,
+    TreegraftGraft,
+    UnionConfig,
+    UnionGraft,
+)
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
@@ -61,8 +79,26 @@ ROLES: dict[str, Role] = {
                 "lm": (LmConfig, LmDrafter),
             },
         ),
-        Role("builder", TreeBuilder, {"layered": (LayeredConfig, LayeredBuilder)}),
-        Role("graft", GraftPolicy, {"treegraft": (TreegraftConfig, TreegraftGraft)}),
+        Role(
+            "builder",
+            TreeBuilder,
+            {
+                "layered": (LayeredConfig, LayeredBuilder),
+                "best_first": (BestFirstConfig, BestFirstBuilder),
+                "chain": (ChainConfig, ChainBuilder),
+                "static": (StaticConfig, StaticBuilder),
+            },
+        ),
+        Role(
+            "graft",
+            GraftPolicy,
+            {
+                "treegraft": (TreegraftConfig, TreegraftGraft),
+                "union": (UnionConfig, UnionGraft),
+                "replace": (ReplaceConfig, ReplaceGraft),
+                "budget_swap": (BudgetSwapConfig, BudgetSwapGraft),
+            },
+        ),
         Role(
             "scheduler",
             Scheduler,

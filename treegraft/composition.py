@@ -60,6 +60,9 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
         if config.drafters or role == "verifier":
             component_class(role, getattr(config, role))
             _add(graph, role, role, getattr(config, role))
+    for name in config.ride_along:
+        if graph.nodes[f"drafter:{name}"]["scoring"]:
+            raise ConfigError(f"ride_along takes drafters that do not score, found {name!r}")
     if config.drafters:
         graph.add_node("tree", role="tree", kind=config.backend.kind, options={})
     sampling = config.sampling.model_dump(exclude={"processors"})

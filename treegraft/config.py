@@ -20,13 +20,23 @@ from pydantic import (
 )
 
 from treegraft.core.errors import ConfigError
-from treegraft.policies.builders import LayeredConfig
+from treegraft.policies.builders import (
+    BestFirstConfig,
+    ChainConfig,
+    LayeredConfig,
+    StaticConfig,
+)
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
 from treegraft.policies.drafters.recycle import RecycleConfig
 from treegraft.policies.drafters.suffix import SuffixConfig
-from treegraft.policies.grafts import TreegraftConfig
+from treegraft.policies.grafts import (
+    BudgetSwapConfig,
+    ReplaceConfig,
+    TreegraftConfig,
+    UnionConfig,
+)
 from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
 from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 
@@ -69,11 +79,18 @@ DrafterConfig = Annotated[
     Discriminator(_tag),
 ]
 BuilderConfig = Annotated[
-    Annotated[LayeredConfig, Tag("layered")] | Annotated[CustomConfig, Tag("package.module:Class")],
+    Annotated[LayeredConfig, Tag("layered")]
+    | Annotated[BestFirstConfig, Tag("best_first")]
+    | Annotated[ChainConfig, Tag("chain")]
+    | Annotated[StaticConfig, Tag("static")]
+    | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
 GraftConfig = Annotated[
     Annotated[TreegraftConfig, Tag("treegraft")]
+    | Annotated[UnionConfig, Tag("union")]
+    | Annotated[ReplaceConfig, Tag("replace")]
+    | Annotated[BudgetSwapConfig, Tag("budget_swap")]
     | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
@@ -313,6 +330,11 @@ class PipelineConfig(_Strict):
     graft: GraftConfig = TreegraftConfig()
     scheduler: SchedulerConfig = NeverConfig()
     verifier: VerifierConfig = WalkConfig()
+    ride_along: tuple[str, ...] = Field(
+        (),
+        description="Names of look-up drafters that act in every layer, right before its drafter "
+        "when that one scores; with graft.reach any their paths compete for its positions.",
+    )
     sampling: SamplingConfig = SamplingConfig()
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()
@@ -340,12 +362,47 @@ class PipelineConfig(_Strict):
                 f"drafters must have different names, found {twice[0]!r} twice; set name"
             )
         n_calls = len(self.fixed_calls)
-        if isinstance(self.builder, LayeredConfig) and n_calls > self.builder.depth:
+        if not isinstance(self.builder, CustomConfig) and n_calls > self.builder.depth:
             raise ValueError(
                 f"scheduler.calls must have at most builder.depth = {self.builder.depth} layers, "
                 f"found {n_calls}"
             )
+        self._check_riders()
+        self._check_static()
         return self
+
+    def _check_riders(self) -> None:
+        names = self.drafter_names
+        for name in self.ride_along:
+            if name not in names:
+                raise ValueError(f"ride_along names drafter {name!r}, found drafters {list(names)}")
+            if isinstance(self.drafters[names.index(name)], LmConfig):
+                raise ValueError(
+                    f"ride_along takes drafters that do not score, found {name!r}, which is a model"
+                )
+            if self.ride_along.count(name) > 1:
+                raise ValueError(f"ride_along must hold each name once, found {name!r} twice")
+        if self.ride_along and isinstance(self.graft, ReplaceConfig):
+            raise ValueError(
+                "ride_along needs a graft that keeps what look-ups drafted, found graft.kind "
+                "'replace'"
+            )
+
+    def _check_static(self) -> None:
+        """A static tree is expanded along its paths; a graft that goes elsewhere is refused."""
+        graft = self.graft
+        if not isinstance(self.builder, StaticConfig) or isinstance(graft, CustomConfig):
+            return
+        if isinstance(graft, TreegraftConfig) and graft.reselect:
+            raise ValueError(
+                "builder.kind 'static' needs a graft that expands the frontier: set graft.reselect "
+                "to false or graft.kind to union, found reselect true"
+            )
+        if isinstance(graft, ReplaceConfig | BudgetSwapConfig):
+            raise ValueError(
+                "builder.kind 'static' needs a graft that expands the frontier: graft.kind "
+                f"treegraft without reselect or union, found {graft.kind!r}"
+            )
 
     @property
     def same_tokens(self) -> bool:
@@ -470,6 +527,44 @@ class _YamlLoader(yaml.SafeLoader):
 
 def load_config(path: str | Path) -> PipelineConfig:
     """Read a YAML (or JSON) file; ConfigError names the file and the option."""
+    data = _read(path)
+    try:
+        return parse_config(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def load_variants(path: str | Path) -> dict[str, PipelineConfig] | None:
+    """The configs of a file that holds several, by name; None for a file that is one config.
+
+    Such a file has two keys: ``base``, a config, and ``variants``, which maps each name to the
+    top-level options that differ from the base. An option is replaced whole. ConfigError names the
+    file, the variant and the option.
+    """
+    data = _read(path)
+    if not isinstance(data, dict) or "variants" not in data:
+        return None
+    base, variants = data.get("base"), data["variants"]
+    if set(data) != {"base", "variants"} or not isinstance(base, dict):
+        raise ConfigError(
+            f"{path}: a file with variants must hold the mappings base and variants alone, found "
+            f"{', '.join(map(str, data))}"
+        )
+    if not isinstance(variants, dict) or not variants:
+        raise ConfigError(f"{path}: variants must map names to options, found {variants!r}")
+    made = {}
+    for name, options in variants.items():
+        try:
+            if not isinstance(name, str) or not isinstance(options, dict | None):
+                raise ConfigError(f"a mapping of options is needed, found {options!r}")
+            made[name] = parse_config({**base, **(options or {})})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: variants.{name}: {error}") from None
+    return made
+
+
+def _read(path: str | Path) -> Any:
+    """What a YAML (or JSON) file holds."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -479,7 +574,7 @@ def load_config(path: str | Path) -> PipelineConfig:
     except ValueError as error:  # a path that no file can have
         raise ConfigError(f"config {str(path)!r} cannot be read: {error}") from None
     try:
-        data = yaml.load(text, _YamlLoader)
+        return yaml.load(text, _YamlLoader)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
@@ -490,10 +585,6 @@ def load_config(path: str | Path) -> PipelineConfig:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         # PyYAML's own, for a date that is none, a number of too many digits, and the like.
         raise ConfigError(f"config {str(path)!r} is no valid YAML: {error}") from None
-    try:
-        return parse_config(data)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _one_line(error: ValidationError) -> str:

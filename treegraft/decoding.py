@@ -22,7 +22,9 @@ from treegraft.core.roles import (
     DraftState,
     GraftPolicy,
     Scheduler,
+    ScoringDrafter,
     TargetTop,
+    Touched,
     TreeBackend,
     TreeBuilder,
     TreeTop,
@@ -36,7 +38,10 @@ from treegraft.core.tree import ROOT, TokenTree, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The components that a decoding runs on; ``tree`` makes an empty working tree."""
+    """The components that a decoding runs on; ``tree`` makes an empty working tree.
+
+    ``riders`` are the numbers of the drafters that ride along (docs/method.md section 1).
+    """
 
     target: LanguageModel
     drafters: Sequence[Drafter]
@@ -47,6 +52,17 @@ class Parts:
     verifier: Verifier
     tree: Callable[[], TreeBackend]
     watch: Stopwatch
+    riders: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A pruned tree and how it was drafted, as in StepRecord."""
+
+    tree: TokenTree
+    calls: tuple[int, ...]
+    side_calls: tuple[int, ...]
+    drafted: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +176,8 @@ class Decoding:
         """Draft, let the target read, commit."""
         parts = self.parts
         n_kv = len(self.history.tokens) - 1
-        tree, calls, drafted = self._draft()
+        draft = self._draft()
+        tree = draft.tree
         logits = self._forward(tree, n_kv)
         # One column tells: a NaN in a node's state is in all its logits.
         if bool(logits[:, 0].isnan().any()):
@@ -197,25 +214,27 @@ class Decoding:
             n_new=len(tokens),
             n_path=len(verdict.path),
             n_tree=len(tree),
-            calls=calls,
-            drafted=drafted,
+            calls=draft.calls,
+            drafted=draft.drafted,
             kept=_count(source, n),
             accepted=_count([source[i] for i in path], n),
             seconds=parts.watch.lap(),
+            side_calls=draft.side_calls,
         )
         with parts.watch.stage("scheduler"), _named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)
         return Step(tokens, tree, path, record)
 
-    def _draft(self) -> tuple[TokenTree, tuple[int, ...], tuple[int, ...]]:
+    def _draft(self) -> _Draft:
         """Grow a tree layer by layer and prune it; plain decoding gets the bare root."""
         parts, text, tree = self.parts, self.history.tokens, self._tree
         # The bonus token follows the deepest node, and both must fit.
         max_depth = self._capacity - len(text) - 1
         n = len(parts.drafters)
         if not parts.drafters or max_depth < 1:
-            return TokenTree.root_only(text[-1]), (), (0,) * n
+            return _Draft(TokenTree.root_only(text[-1]), (), (0,) * n, (0,) * n)
         calls: list[int] = []
+        side_calls: list[int] = []
         with parts.watch.stage("tree"):
             tree.reset_(text[-1], max_depth, parts.builder.budget)
             frontier = torch.tensor([ROOT])
@@ -237,20 +256,58 @@ class Decoding:
                 if index is None:
                     break
                 calls.append(index)
-                drafter = parts.drafters[index]
-                with _named("graft", parts.graft, "visit"):
-                    touched = parts.graft.visit(tree, drafter, index, frontier, parts.builder.width)
+                touched, riders = self._layer(tree, index, frontier)
+                side_calls += riders
                 with _named("builder", parts.builder, "frontier"):
                     reached = parts.builder.frontier(tree, touched, layer)
+                if reached is None:
+                    break
                 # A layer that found nothing leaves the frontier to the next drafter.
                 if reached.shape[0]:
                     frontier = reached
                 if not frontier.shape[0]:
                     break
+            if calls:
+                side_calls += self._finish(tree, calls)
             with _named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth, tree.n_drawn)
-            return pruned, tuple(calls), _count(tree.source.tolist(), n)
+            drafted = _count(tree.source.tolist(), n)
+            return _Draft(pruned, tuple(calls), _count(side_calls, n), drafted)
+
+    def _layer(
+        self, tree: TreeBackend, index: int, frontier: Tensor
+    ) -> tuple[Touched, Sequence[int]]:
+        """One layer: drafter ``index``, before it the riders if it scores; and who they were."""
+        parts = self.parts
+        scores = isinstance(parts.drafters[index], ScoringDrafter)
+        riders = [i for i in parts.riders if scores and self._has_room(i, tree)]
+        visits: list[Touched] = []
+        for i in (*riders, index):
+            with _named("graft", parts.graft, "visit"):
+                visits.append(
+                    parts.graft.visit(tree, parts.drafters[i], i, frontier, parts.builder.width)
+                )
+        if not riders:
+            return visits[0], ()
+        nodes = torch.cat([visit.nodes for visit in visits])
+        # A model has scored them all: the frontier ranks them by that, not by what they matched.
+        return Touched(nodes, torch.zeros_like(nodes)), riders
+
+    def _finish(self, tree: TreeBackend, calls: Sequence[int]) -> Sequence[int]:
+        """Let the graft act on the whole tree; numbers of the drafters that it called."""
+        parts = self.parts
+        able = {i: d for i, d in enumerate(parts.drafters) if self._has_room(i, tree)}
+        with _named("graft", parts.graft, "finish"):
+            called = parts.graft.finish(
+                tree, able, tuple(calls), parts.builder.width, parts.builder.budget
+            )
+        if not isinstance(called, Sequence) or any(i not in able for i in called):
+            raise PolicyError(
+                f"the graft's finish must return numbers of the drafters that it called, of "
+                f"{sorted(able)}, found {called!r}"
+            )
+        return called
 
     def _check(self, tree: TokenTree, max_depth: int, n_drawn: int) -> None:
         """TreeError if what is to be verified is no tree over the committed text.
@@ -281,9 +338,9 @@ class Decoding:
                 f"the scheduler must choose a drafter 0..{n - 1} or None, found {index!r}"
             )
         while index is not None:
-            limit = self.parts.drafters[index].limit
-            if limit is None or len(self.history.tokens) + int(tree.depth.max()) <= limit:
+            if self._has_room(index, tree):
                 return index
+            limit = self.parts.drafters[index].limit
             notice = (
                 f"drafter {self.parts.names[index]!r} is left out where text and draft tree pass "
                 f"its context limit of {limit} tokens"
@@ -292,6 +349,11 @@ class Decoding:
                 self.notices.append(notice)
             index = index - 1 if index > 0 else None
         return None
+
+    def _has_room(self, index: int, tree: TreeBackend) -> bool:
+        """Whether text and tree lie within the context of a drafter."""
+        limit = self.parts.drafters[index].limit
+        return limit is None or len(self.history.tokens) + int(tree.depth.max()) <= limit
 
     def _forward(self, tree: TokenTree, n_kv: int) -> Tensor:
         """float [N, V]: one forward of the target over the tree."""

@@ -381,6 +381,7 @@ def build_pipeline(
         verifier=custom["verifier"],
         tree=lambda: tree_class(target.vocab_size),
         watch=watch,
+        riders=tuple(map(config.drafter_names.index, config.ride_along)),
     )
     source = config.target.model
     return Pipeline(

@@ -60,6 +60,73 @@ def test_compare_prints_a_table(treegraft, configs, prompts):
     assert "x plain" in result.out
 
 
+def test_compare_takes_variants_of_one_base(treegraft, configs, prompts, write):
+    base = "\n  ".join(["base:", *configs["never"].read_text().splitlines()])
+    file = write("many.yaml", base + "\nvariants:\n  first: {}\n  second: {graft: {kind: union}}\n")
+    ask = ("--prompts", prompts, "-n", 4, "--json")
+    data = treegraft("compare", file, *ask).json
+    assert list(data["configs"]) == ["first", "second"]
+    assert all(figures["identical"] for figures in data["configs"].values())
+    kinds = [figures["config"]["graft"]["kind"] for figures in data["configs"].values()]
+    assert kinds == ["treegraft", "union"]
+    data = treegraft("compare", configs["plain"], file, *ask).json
+    assert list(data["configs"]) == ["plain", "many:first", "many:second"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("variants: {}", "must hold the mappings base and variants alone, found variants"),
+        (
+            "{base: {target: {model: m}}, variants: {a: {}}, stop: {}}",
+            "must hold the mappings base and variants alone, found base, variants, stop",
+        ),
+        (
+            "{base: {target: {model: m}}, variants: []}",
+            "variants must map names to options, found []",
+        ),
+        (
+            "{base: {target: {model: m}}, variants: {a: 3}}",
+            "variants.a: a mapping of options is needed, found 3",
+        ),
+        (
+            "{base: {target: {model: m}}, variants: {a: {graft: {kind: x}}}}",
+            "variants.a: graft: kind must be one of ",
+        ),
+        (
+            "{base: {target: {model: m}}, variants: {a: }}",
+            "compare needs at least two configs, found 1",
+        ),
+    ],
+)
+def test_variants_that_are_wrong_are_refused_in_one_line(treegraft, prompts, write, text, message):
+    result = treegraft("compare", write("many.yaml", text), "--prompts", prompts)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_the_ablation_names_every_switch_and_graft():
+    """Its variants are sound, differ from one another, and leave out no graft of ours."""
+    from pathlib import Path
+
+    from treegraft.components import ROLES
+    from treegraft.config import load_variants
+
+    variants = load_variants(Path(__file__).parents[2] / "examples" / "ablation.yaml")
+    assert {config.graft.kind for config in variants.values()} == set(ROLES["graft"].builtin)
+    first = next(iter(variants.values()))
+    switched = {
+        option
+        for config in variants.values()
+        if config.graft.kind == "treegraft"
+        for option, value in config.graft
+        if value != getattr(first.graft, option)
+    }
+    assert switched == set(type(first.graft).model_fields) - {"kind"}
+    assert len({config.model_dump_json() for config in variants.values()}) == len(variants)
+
+
 def test_compare_fails_when_tokens_differ(treegraft, configs, prompts):
     result = treegraft(
         "compare", configs["plain"], configs["faulty"], "--prompts", prompts, "--json"

@@ -60,7 +60,7 @@ from treegraft.cli import app as cli
             "generate --target m -p a\udcffb",
             "--prompt must be text in UTF-8, found '\\udcff' at character 1",
         ),
-        ("compare a.yaml --prompts x", "compare needs at least two configs, found 1"),
+        ("compare a.yaml --prompts x", "config 'a.yaml' cannot be read: No such file or directory"),
         ("compare a.yaml b.yaml", "--prompts FILE is needed, found none"),
         ("compare a.yaml a.yaml --prompts x", "configs must be different files"),
         ("generte", "No such command 'generte'"),
@@ -97,7 +97,9 @@ def test_bounds_of_counts(treegraft):
 def test_a_tree_option_does_not_reach_a_builder_of_ones_own(treegraft, write):
     file = write("c.yaml", "target: {model: m}\nbuilder: {kind: 'a.b:C'}\n")
     result = treegraft("generate", "-c", file, "--width", 3, "-p", "x")
-    assert result.err == "error: --width is an option of builder.kind 'layered', found 'a.b:C'\n"
+    assert result.err == (
+        "error: --width is an option of builder.kind 'layered' and 'best_first', found 'a.b:C'\n"
+    )
 
 
 def test_a_device_that_is_not_there_is_named(zoo, treegraft):

@@ -9,6 +9,9 @@ import math
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
@@ -19,6 +22,7 @@ from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
 V = 5
 NONE = -math.inf
 COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer")
+STATES = ("alive", "leaf")
 
 
 @pytest.fixture(params=[TensorTree, ReferenceTree], ids=["tensor", "reference"])
@@ -147,6 +151,43 @@ def test_reset_forgets_everything(tree: TreeBackend) -> None:
     assert tree.ancestors(torch.tensor([1])).tolist() == [[True, True]]
 
 
+def test_what_is_taken_out_is_not_found_again_until_it_is_proposed(tree: TreeBackend) -> None:
+    tree.add_(paths((ROOT, [1, 2], [-1.0, -1.0]), (ROOT, [3], [-0.5])), source=0, overwrite=True)
+    tree.keep_(torch.tensor([2]))  # [3]; node 3 is [1, 2]
+    assert tree.alive.tolist() == [True, False, True, False]
+    assert tree.leaf.tolist() == [False, False, True, False]
+    assert tree.best(9, 0, 9).tolist() == [0, 2]
+    assert tree.rank(torch.tensor([1, 2]), torch.tensor([5, 0]), 9).tolist() == [2]
+    assert tree.prune(9).node.tolist() == [0, 2]
+    # It comes back as a new node would, but under its number, and what hung below stays out.
+    assert tree.add_(paths((ROOT, [1], [-2.0])), source=4, overwrite=False).tolist() == [[1]]
+    assert tree.alive.tolist() == [True, True, True, False]
+    assert (int(tree.source[1]), int(tree.scorer[1]), float(tree.logprob[1])) == (4, 4, -2.0)
+    assert tree.best(9, 0, 9, unvisited_by=0).tolist() == [2, 1]
+    assert tree.add_(paths((1, [2], [NONE])), source=4, overwrite=False).tolist() == [[3]]
+    assert (int(tree.scorer[3]), float(tree.logprob[3])) == (NOBODY, NONE)
+    tree.reset_(token=4, max_depth=3)
+    tree.add_(paths((ROOT, [1, 2], [-1.0, -1.0])), source=0, overwrite=True)
+    assert tree.alive.tolist() == [True] * 3
+
+
+def test_nothing_hangs_under_a_node_that_was_taken_out_and_no_other_node_is_kept(
+    tree: TreeBackend,
+) -> None:
+    tree.add_(paths((ROOT, [1, 2], [-1.0, -1.0])), source=0, overwrite=True)
+    for wrong in (3, -1):
+        with pytest.raises(TreeError, match=rf"^nodes to keep must be in the tree, found {wrong}$"):
+            tree.keep_(torch.tensor([1, wrong]))
+    assert tree.alive.all()
+    tree.keep_(torch.tensor([], dtype=torch.int64))
+    assert tree.alive.tolist() == [True, False, False]
+    with pytest.raises(TreeError, match=r"^nodes to keep must be in the tree, found 2$"):
+        tree.keep_(torch.tensor([2]))
+    with pytest.raises(TreeError, match=r"^paths cannot hang under node 1, which was taken out$"):
+        tree.add_(paths((1, [3], [-1.0])), source=0, overwrite=False)
+    assert tree.n_nodes == 3
+
+
 def test_pruning_to_nothing_leaves_the_root(tree: TreeBackend) -> None:
     tree.add_(paths((ROOT, [1, 2], [0.0, 0.0])), source=0, overwrite=False)
     pruned = tree.prune(0)
@@ -158,6 +199,145 @@ def test_pruning_to_nothing_leaves_the_root(tree: TreeBackend) -> None:
 def test_no_proposals_change_nothing(tree: TreeBackend) -> None:
     assert tree.add_(Proposals.empty(), source=0, overwrite=True).shape == (0, 1)
     assert tree.n_nodes == 1
+
+
+# --- the property ---------------------------------------------------------------------------------
+
+SCORES = st.sampled_from(
+    [NONE, math.nan, math.inf, 0.5, 0.0, -0.0, -1e-30, -0.1, -0.7, -2.5, -80.0]
+)
+PATHS = st.lists(
+    st.tuples(
+        st.integers(0, 10**6),
+        st.lists(st.tuples(st.integers(-2, V + 1), SCORES), max_size=5),
+    ),
+    max_size=6,
+)
+
+
+class TwoTrees(RuleBasedStateMachine):
+    """The same operations on both trees; every answer and every column must be equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Two slots, so that nearly every run outgrows its buffers.
+        self.tensor = TensorTree(V, n_slots=2)
+        self.reference = ReferenceTree(V)
+
+    @initialize(token=st.integers(0, V - 1), max_depth=st.integers(0, 6))
+    def start(self, token: int, max_depth: int) -> None:
+        self.reset(token, max_depth)
+
+    @rule(token=st.integers(0, V - 1), max_depth=st.integers(0, 6))
+    def reset(self, token: int, max_depth: int) -> None:
+        self.tensor.reset_(token, max_depth)
+        self.reference.reset_(token, max_depth)
+
+    @rule(drawn=PATHS, source=st.integers(0, 3), overwrite=st.booleans())
+    def add(
+        self, drawn: list[tuple[int, list[tuple[int, float]]]], source: int, overwrite: bool
+    ) -> None:
+        n = self.reference.n_nodes
+        living = self.reference.alive.nonzero()[:, 0].tolist()
+        proposals = Proposals.of_paths(
+            [living[position % len(living)] for position, _ in drawn],
+            [[token for token, _ in path] for _, path in drawn],
+            [[score for _, score in path] for _, path in drawn],
+        )
+        proposals.check(n)
+        old = {name: getattr(self.reference, name).clone() for name in COLUMNS[:3]}
+        alive = self.reference.alive.clone()
+        source_before = self.reference.source.clone()
+        ours = self.tensor.add_(proposals, source, overwrite)
+        theirs = self.reference.add_(proposals, source, overwrite)
+        assert ours.tolist() == theirs.tolist()
+        for name, column in old.items():  # nothing is removed or moved
+            assert torch.equal(getattr(self.tensor, name)[:n], column)
+        assert torch.equal(self.tensor.source[:n][alive], source_before[alive])
+        assert bool(self.tensor.alive[:n][alive].all())
+
+    @rule(chosen=st.lists(st.integers(0, 10**6), max_size=4))
+    def keep(self, chosen: list[int]) -> None:
+        living = self.reference.alive.nonzero()[:, 0]
+        nodes = living[torch.tensor([i % len(living) for i in chosen], dtype=torch.int64)]
+        self.tensor.keep_(nodes)
+        self.reference.keep_(nodes)
+        above = self.reference.ancestors(nodes).any(0)
+        above[ROOT] = True
+        assert torch.equal(self.reference.alive, above)
+
+    @rule(data=st.data(), source=st.integers(0, 3))
+    def rescore(self, data: st.DataObject, source: int) -> None:
+        n = self.reference.n_nodes
+        scores = torch.tensor(data.draw(st.lists(SCORES, min_size=n, max_size=n)))
+        self.tensor.rescore_(scores, source)
+        self.reference.rescore_(scores, source)
+
+    @rule(
+        width=st.integers(1, 12),
+        low=st.integers(-4, 6),
+        high=st.integers(0, 6),
+        unvisited_by=st.one_of(st.none(), st.integers(0, 3)),
+    )
+    def best(self, width: int, low: int, high: int, unvisited_by: int | None) -> None:
+        ours = self.tensor.best(width, low, high, unvisited_by).tolist()
+        assert ours == self.reference.best(width, low, high, unvisited_by).tolist()
+
+    @rule(
+        drawn=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3)), max_size=9),
+        width=st.integers(1, 12),
+    )
+    def rank(self, drawn: list[tuple[int, int]], width: int) -> None:
+        nodes = torch.tensor([i % self.reference.n_nodes for i, _ in drawn], dtype=torch.int64)
+        match = torch.tensor([length for _, length in drawn], dtype=torch.int64)
+        ours = self.tensor.rank(nodes, match, width).tolist()
+        assert ours == self.reference.rank(nodes, match, width).tolist()
+
+    @rule(budget=st.integers(0, 40))
+    def prune(self, budget: int) -> None:
+        ours, theirs = self.tensor.prune(budget), self.reference.prune(budget)
+        ours.check()
+        theirs.check()
+        for name in (*COLUMNS, "ancestors", "node"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert_law_5(self.reference, theirs, budget)
+
+    @invariant()
+    def agree(self) -> None:
+        for name in (*COLUMNS, *STATES):
+            ours, theirs = getattr(self.tensor, name), getattr(self.reference, name)
+            assert ours.dtype == theirs.dtype, name
+            assert torch.equal(ours, theirs), name
+        everyone = torch.arange(self.reference.n_nodes)
+        assert torch.equal(self.tensor.ancestors(everyone), self.reference.ancestors(everyone))
+        for source in range(4):
+            ours, theirs = (t.best(99, 0, 9, source) for t in (self.tensor, self.reference))
+            assert torch.equal(ours, theirs)
+        for node in everyone.tolist():
+            assert self.tensor.path(node) == self.reference.path(node)
+
+
+def assert_law_5(tree: TreeBackend, pruned: TokenTree, budget: int) -> None:
+    """The budget holds, ancestors are kept, and no dropped node was the better choice."""
+    kept = set(pruned.node.tolist())
+    alive = tree.alive.tolist()
+    assert len(kept) == min(budget + 1, sum(alive))
+    assert all(alive[node] for node in kept)
+    parent, logprob = tree.parent.tolist(), tree.logprob.tolist()
+    assert all(parent[node] in kept for node in kept)
+    worst = min(logprob[node] for node in kept)
+    available = [v for v in range(tree.n_nodes) if alive[v] and v not in kept and parent[v] in kept]
+    assert all(logprob[v] <= worst for v in available)
+
+
+class ManyTrees(TwoTrees):
+    """The same, for the slow run."""
+
+
+TestTrees = TwoTrees.TestCase
+TestTrees.settings = settings(stateful_step_count=30)
+TestTreesThoroughly = pytest.mark.slow(ManyTrees.TestCase)
+TestTreesThoroughly.settings = settings(settings.get_profile("thorough"), stateful_step_count=40)
 
 
 # --- what is refused ------------------------------------------------------------------------------

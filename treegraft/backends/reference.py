@@ -74,6 +74,18 @@ class ReferenceTree(TreeBackend):
     def scorer(self) -> Tensor:
         return self._column("scorer", torch.int64)
 
+    @property
+    def alive(self) -> Tensor:
+        return self._column("alive", torch.bool)
+
+    @property
+    def leaf(self) -> Tensor:
+        tree = self.graph.subgraph(self._living())
+        return torch.tensor([v in tree and not tree.out_degree(v) for v in range(self.n_nodes)])
+
+    def _living(self) -> list[int]:
+        return [v for v in range(self.n_nodes) if self.graph.nodes[v]["alive"]]
+
     def _sum(self, node: int) -> float:
         total = np.float32(0.0)
         for v in self._lineage(node)[1:]:
@@ -104,7 +116,7 @@ class ReferenceTree(TreeBackend):
         self._draws = []
         self.graph = nx.DiGraph()
         self.graph.add_node(
-            ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set()
+            ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set(), alive=True
         )
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
@@ -113,6 +125,9 @@ class ReferenceTree(TreeBackend):
         logprobs = proposals.logprobs.detach().to(torch.float32)
         nodes = torch.full((n_paths, length), -1, dtype=torch.int64)
         above = proposals.positions.tolist()
+        for node in above:
+            if not self.graph.nodes[node]["alive"]:
+                raise TreeError(f"paths cannot hang under node {node}, which was taken out")
         for node in above:
             self.graph.nodes[node]["visitors"].add(source)
         alive = list(range(n_paths))
@@ -171,13 +186,22 @@ class ReferenceTree(TreeBackend):
         for node in self.graph.successors(parent):
             if self.graph.nodes[node]["token"] == token:
                 held = self.graph.nodes[node]
+                if not held["alive"]:
+                    held.update(alive=True, source=source, visitors=set())
+                    held.update(edge=-math.inf, scorer=source if overwrite else NOBODY)
                 if overwrite or (held["edge"] == -math.inf and score > -math.inf):
                     held.update(edge=score, scorer=source)
                 return int(node)
         node = self.n_nodes
         scorer = source if overwrite or score > -math.inf else NOBODY
         self.graph.add_node(
-            node, token=token, edge=score, source=source, scorer=scorer, visitors=set()
+            node,
+            token=token,
+            edge=score,
+            source=source,
+            scorer=scorer,
+            visitors=set(),
+            alive=True,
         )
         self.graph.add_edge(parent, node)
         return node
@@ -188,13 +212,23 @@ class ReferenceTree(TreeBackend):
             score = -math.inf if math.isnan(score) else min(score, 0.0)
             self.graph.nodes[node].update(edge=score, scorer=source)
 
+    def keep_(self, nodes: Tensor) -> None:
+        living = set(self._living())
+        kept = self._bound()
+        for node in nodes.tolist():
+            if node not in living:
+                raise TreeError(f"nodes to keep must be in the tree, found {node}")
+            kept.update(self._lineage(node))
+        for node in living - kept:
+            self.graph.nodes[node]["alive"] = False
+
     def best(
         self, width: int, min_depth: int, max_depth: int, unvisited_by: int | None = None
     ) -> Tensor:
         depth = self.depth.tolist()
         nodes = [
             v
-            for v in range(self.n_nodes)
+            for v in self._living()
             if min_depth <= depth[v] <= max_depth
             and unvisited_by not in self.graph.nodes[v]["visitors"]
         ]
@@ -204,7 +238,7 @@ class ReferenceTree(TreeBackend):
     def rank(self, nodes: Tensor, match: Tensor, width: int) -> Tensor:
         longest: dict[int, int] = {}
         for node, length in zip(nodes.tolist(), match.tolist(), strict=True):
-            if node >= 0:
+            if node >= 0 and self.graph.nodes[node]["alive"]:
                 longest[node] = max(longest.get(node, 0), length)
         ranked = sorted(longest, key=lambda v: (-longest[v], -self._sum(v), v))
         return torch.tensor(ranked[:width], dtype=torch.int64)
@@ -216,7 +250,7 @@ class ReferenceTree(TreeBackend):
                 f"a budget of {budget} cannot hold the {len(bound) - 1} nodes under which "
                 "something was drawn"
             )
-        ranked = sorted(range(self.n_nodes), key=lambda v: (v not in bound, -self._sum(v), v))
+        ranked = sorted(self._living(), key=lambda v: (v not in bound, -self._sum(v), v))
         kept = sorted(ranked[: budget + 1])
         place = {node: i for i, node in enumerate(kept)}
         numbers = torch.tensor(kept)

@@ -51,6 +51,7 @@ class TensorTree(TreeBackend):
         self._lineage = np.zeros((n_slots, n_slots), dtype=np.bool_)
         # Bit i: drafter i has hung paths here.
         self._visited = np.zeros(n_slots, dtype=np.int64)
+        self._alive = np.ones(n_slots, dtype=np.bool_)
 
     def _grow(self, n_nodes: int) -> None:
         old = {name: held for name, held in vars(self).items() if isinstance(held, np.ndarray)}
@@ -86,6 +87,17 @@ class TensorTree(TreeBackend):
     def scorer(self) -> Tensor:
         return torch.from_numpy(self._scorer[: self._n])
 
+    @property
+    def alive(self) -> Tensor:
+        return torch.from_numpy(self._alive[: self._n])
+
+    @property
+    def leaf(self) -> Tensor:
+        alive = self._alive[: self._n]
+        leaf = alive.copy()
+        leaf[self._parent[1 : self._n][alive[1:]]] = False
+        return torch.from_numpy(leaf)
+
     def path(self, node: int) -> list[int]:
         # Nodes are numbered parents first, so the lineage lists the path in order.
         tokens: list[int] = self._token[1 : node + 1][self._lineage[node, 1 : node + 1]].tolist()
@@ -116,6 +128,9 @@ class TensorTree(TreeBackend):
         nodes = np.full((n_paths, length), -1, dtype=np.int64)
         alive: NDArray[np.int64] = np.arange(n_paths)
         above = proposals.positions.numpy()
+        if not self._alive[above].all():
+            lost = above[~self._alive[above]]
+            raise TreeError(f"paths cannot hang under node {lost[0]}, which was taken out")
         self._visited[above] |= 1 << source
         since = self._n
         drawn: list[int] = []
@@ -217,6 +232,7 @@ class TensorTree(TreeBackend):
             self._edge[new] = own
             self._logprob[new] = self._logprob[parent] + own
             self._visited[new] = 0
+            self._alive[new] = True
             self._lineage[new] = self._lineage[parent]
             diagonal = np.arange(n, end)
             self._lineage[diagonal, diagonal] = True
@@ -224,9 +240,16 @@ class TensorTree(TreeBackend):
         old = nodes[nodes < n]
         if old.shape[0] == 0:
             return nodes, False
+        lost = old[~self._alive[old]]
+        if lost.shape[0]:
+            self._alive[lost] = True
+            self._source[lost] = source
+            self._edge[lost] = -np.inf
+            self._scorer[lost] = source if overwrite else NOBODY
+            self._visited[lost] = 0
         if not overwrite:
             old = old[(self._edge[old] == -np.inf) & (best[old] > -np.inf)]
-        changed = bool((self._edge[old] != best[old]).any())
+        changed = lost.shape[0] > 0 or bool((self._edge[old] != best[old]).any())
         self._edge[old] = best[old]
         self._scorer[old] = source
         return nodes, changed
@@ -250,11 +273,21 @@ class TensorTree(TreeBackend):
         self._scorer[1:n] = source
         self._accumulate_()
 
+    def keep_(self, nodes: Tensor) -> None:
+        n, wanted = self._n, nodes.numpy()
+        known = (wanted >= 0) & (wanted < n)
+        known &= self._alive[np.where(known, wanted, ROOT)]
+        if not known.all():
+            raise TreeError(f"nodes to keep must be in the tree, found {wanted[~known][0]}")
+        kept = np.logical_or.reduce(self._lineage[wanted, :n], axis=0)
+        kept[list(self._bound)] = True
+        self._alive[:n] &= kept
+
     def best(
         self, width: int, min_depth: int, max_depth: int, unvisited_by: int | None = None
     ) -> Tensor:
         depth = self._depth[: self._n]
-        eligible = (depth >= min_depth) & (depth <= max_depth)
+        eligible = self._alive[: self._n] & (depth >= min_depth) & (depth <= max_depth)
         if unvisited_by is not None:
             eligible &= self._visited[: self._n] & (1 << unvisited_by) == 0
         nodes = eligible.nonzero()[0]
@@ -264,7 +297,7 @@ class TensorTree(TreeBackend):
         # One slot more than nodes: -1, no node, lands in it.
         longest = np.full(self._n + 1, -1, dtype=np.int64)
         np.maximum.at(longest, nodes.numpy(), match.numpy())
-        found = (longest[:-1] >= 0).nonzero()[0]
+        found = ((longest[:-1] >= 0) & self._alive[: self._n]).nonzero()[0]
         found = found[_falling(self._logprob[found])]
         return torch.from_numpy(found[_falling(longest[found])[:width]])
 
@@ -272,6 +305,7 @@ class TensorTree(TreeBackend):
         # A child never outscores its parent and is numbered after it, so a stable sort keeps every
         # kept node's ancestors, and sorting the kept numbers puts parents first.
         order = _falling(self._logprob[: self._n])
+        order = order[self._alive[order]]
         if self._draws:
             if len(self._bound) > budget + 1:
                 raise TreeError(

@@ -51,7 +51,7 @@ LAYOUT_VERSION = 1
 
 Mode = Literal["greedy", "seeded"]
 
-_PLAIN = ("drafters", "builder", "graft", "scheduler", "verifier")
+_PLAIN = ("drafters", "ride_along", "builder", "graft", "scheduler", "verifier")
 """What plain decoding has at its default: nobody drafts, and the built-in walk verifies."""
 
 

@@ -121,6 +121,7 @@ class ArmSummary:
             "drafters": {
                 name: {
                     "calls": s.calls[i],
+                    "side_calls": s.side_calls[i],
                     "seconds": s.drafter_seconds[name],
                     "drafted": s.drafted[i],
                     "kept": s.kept[i],

@@ -29,19 +29,20 @@ def compare(
     """Several configs on the same prompts.
 
     They decode in turns; prints speed ratios with their spread, and whether tokens are equal.
-    Configs must share target, sampling and stop. Exits 1 if tokens differ from the first config's
-    although both decode in the same exact type (float32 or float64).
+    Configs must share target, sampling and stop. A file may hold several: the keys base (a config)
+    and variants (names, each with the options that differ from the base). Exits 1 if tokens differ
+    from the first config's although both decode in the same exact type (float32 or float64).
     """
     from treegraft.bench import comparison as bench
-    from treegraft.config import load_config, override
+    from treegraft.config import override
     from treegraft.core.errors import ConfigError, PromptError
     from treegraft.prompts import read_prompts
 
-    if len(configs) < 2:
-        raise ConfigError(f"compare needs at least two configs, found {len(configs)}")
     if prompts is None:
         raise PromptError("--prompts FILE is needed, found none")
-    named = {name: load_config(path) for name, path in _names(configs).items()}
+    named = _load(configs)
+    if len(named) < 2:
+        raise ConfigError(f"compare needs at least two configs, found {len(named)}")
     if max_new_tokens is not None:
         settings = {"max_new_tokens": max_new_tokens}
         named = {name: override(config, settings) for name, config in named.items()}
@@ -60,6 +61,21 @@ def compare(
         _print(comparison, faulty)
     if faulty:
         raise typer.Exit(1)
+
+
+def _load(paths: list[Path]) -> dict[str, PipelineConfig]:
+    """Configs by name: that of the file, of the variant in a lone file, or FILE:VARIANT."""
+    from treegraft.config import load_config, load_variants
+
+    named = {}
+    for name, path in _names(paths).items():
+        variants = load_variants(path)
+        if variants is None:
+            named[name] = load_config(path)
+        else:
+            prefix = "" if len(paths) == 1 else f"{name}:"
+            named.update({prefix + variant: config for variant, config in variants.items()})
+    return named
 
 
 def _names(paths: list[Path]) -> dict[str, Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,10 +118,7 @@ def pipeline_config(options: PipelineOptions) -> PipelineConfig:
         given = {name: value for name, value in values.items() if value is not None}
         if room == "builder" and given:
             kind = data.setdefault("builder", {"kind": "layered"})["kind"]
-            if kind != "layered":
-                raise ConfigError(
-                    f"--{next(iter(given))} is an option of builder.kind 'layered', found {kind!r}"
-                )
+            _check_builder_options(kind, given)
         data[room] = data.get(room, {}) | given
     if not data["builder"]:
         del data["builder"]
@@ -136,6 +134,20 @@ def pipeline_config(options: PipelineOptions) -> PipelineConfig:
     elif options.depth is not None and data.get("scheduler", {}).get("kind") == "fixed":
         data["scheduler"] = _cut(data["scheduler"], options.depth)
     return parse_config(data)
+
+
+def _check_builder_options(kind: str, given: Mapping[str, Any]) -> None:
+    from treegraft.components import ROLES
+    from treegraft.core.errors import ConfigError
+
+    builtin = ROLES["builder"].builtin
+    for name in given:
+        having = [k for k, (config, _) in builtin.items() if name in config.model_fields]
+        if kind not in having:
+            raise ConfigError(
+                f"--{name} is an option of builder.kind {' and '.join(map(repr, having))}, "
+                f"found {kind!r}"
+            )
 
 
 def _cut(scheduler: dict[str, Any], depth: int) -> dict[str, Any]:

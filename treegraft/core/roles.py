@@ -8,7 +8,7 @@ of the working tree, K paths, C tokens of a path, W frontier width, n committed 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -137,6 +137,16 @@ class TreeBackend(ABC):
     def scorer(self) -> Tensor:
         """int64 [N], drafter that last scored the node's token; NOBODY if none has."""
 
+    @property
+    @abstractmethod
+    def alive(self) -> Tensor:
+        """bool [N], False for a node that ``keep_`` took out and nobody has proposed since."""
+
+    @property
+    @abstractmethod
+    def leaf(self) -> Tensor:
+        """bool [N], nodes that are alive and have no child that is."""
+
     @abstractmethod
     def path(self, node: int) -> list[int]:
         """Tokens from the root's child down to ``node``."""
@@ -159,7 +169,8 @@ class TreeBackend(ABC):
         A token out of the vocabulary, or below ``max_depth``, ends its path. Where several paths
         of one call score one node, the highest score counts. A node that exists keeps its source;
         its score is replaced if ``overwrite`` (a scoring drafter speaks), else only filled in
-        where it had none.
+        where it had none. A node that was taken out comes back as a new one would, under its old
+        number. TreeError if a path hangs under a node that was taken out.
 
         A node under which something is drawn must be verified, or the draw would have been wasted
         on a condition (docs/losslessness.md). So it is kept by ``prune``, and draws are refused
@@ -173,6 +184,16 @@ class TreeBackend(ABC):
     @abstractmethod
     def rescore_(self, logprobs: Tensor, source: int) -> None:
         """Replace every node's own log q by ``logprobs`` float32 [N] (root ignored), top down."""
+
+    @abstractmethod
+    def keep_(self, nodes: Tensor) -> None:
+        """Take out every node but ``nodes`` int64 [k] and those above them.
+
+        What was drawn stays (docs/losslessness.md): nodes under which something was drawn are kept
+        with their ancestors, and a drawn token keeps its slot in the ledger. Nodes that are taken
+        out keep their numbers, and their places in the columns; no operation finds them until they
+        are proposed again. TreeError where ``nodes`` are none of the tree's.
+        """
 
     @abstractmethod
     def best(
@@ -268,8 +289,29 @@ class GraftPolicy(ABC):
     ) -> Touched:
         """Let ``drafter`` (number ``index``) act on the tree, drafting from ``frontier`` int64 [k].
 
-        At most ``width`` positions are expanded, each by at most ``width`` paths.
+        Each position gets at most ``width`` paths. A visit that chooses its own positions takes at
+        most ``width`` of them.
         """
+
+    # Not abstract: most policies have done their work with the last layer.
+    def finish(
+        self,
+        tree: TreeBackend,
+        drafters: Mapping[int, Drafter],
+        calls: Sequence[int],
+        width: int,
+        budget: int,
+    ) -> Sequence[int]:
+        """Act on the whole tree after the last layer and before it is pruned to ``budget`` nodes.
+
+        ``drafters`` are those whose context has room, by number; ``calls`` says who acted in each
+        layer. Steps in which nobody acted are not finished.
+
+        Returns
+        -------
+        Numbers of the drafters that it called, one entry per call; none by default.
+        """
+        return ()
 
 
 class TreeBuilder(ABC):
@@ -284,10 +326,11 @@ class TreeBuilder(ABC):
     budget: int
 
     @abstractmethod
-    def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> Tensor:
+    def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> Tensor | None:
         """int64 [k]: where the next layer drafts, given what ``layer`` (from 1) touched.
 
-        Empty if the layer touched nothing; the frontier then stays as it was.
+        Empty if the layer touched nothing; the frontier then stays as it was. None if the tree is
+        complete and no further layer is wanted.
         """
 
     @abstractmethod

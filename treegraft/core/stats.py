@@ -18,6 +18,8 @@ DEFINITIONS = {
     "acceptance_by_depth": "share of steps whose accepted path (before a stop cut it) reached each "
     "depth, from 1",
     "calls": "visits of each drafter (layers in which it acted)",
+    "side_calls": "visits of each drafter besides those of its layers: riding along before a "
+    "drafter that scores, and in the graft's work after the last layer",
     "calls_by_layer": "visits of each drafter in each layer, from 1",
     "seconds": "wall time by stage: prefill (the target reads the prompt), target (its forwards "
     "over trees), forward:NAME (forwards of a drafter's model; the first one reads the prompt), "
@@ -42,6 +44,8 @@ class StepRecord:
     calls : drafter number of each layer that was drafted.
     drafted, kept, accepted : nodes by drafter number.
     seconds : wall time by stage of this step.
+    side_calls : visits by drafter number besides those of the layers (DEFINITIONS); empty if none
+        were counted.
     """
 
     n_new: int
@@ -52,6 +56,7 @@ class StepRecord:
     kept: tuple[int, ...]
     accepted: tuple[int, ...]
     seconds: dict[str, float]
+    side_calls: tuple[int, ...] = ()
 
     def with_seconds(self, more: dict[str, float]) -> StepRecord:
         """The record with time added that the step took after it was written."""
@@ -103,6 +108,7 @@ class Statistics:
     calls_by_layer: tuple[tuple[int, ...], ...]
     acceptance_by_depth: tuple[float, ...]
     seconds: dict[str, float]
+    side_calls: tuple[int, ...]
 
     @property
     def drafter_seconds(self) -> dict[str, float]:
@@ -167,13 +173,16 @@ class Statistics:
                 for depth in range(1, n_depth + 1)
             ),
             seconds=seconds,
+            side_calls=tuple(
+                sum(sum(step.side_calls[i : i + 1]) for step in steps) for i in indices
+            ),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, keyed as in DEFINITIONS, drafters by name."""
         named = {
             key: dict(zip(self.drafters, getattr(self, key), strict=True))
-            for key in ("drafted", "kept", "accepted", "calls")
+            for key in ("drafted", "kept", "accepted", "calls", "side_calls")
         }
         return {
             "new_tokens": self.new_tokens,

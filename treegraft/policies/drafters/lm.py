@@ -92,8 +92,10 @@ class LmDrafter(ScoringDrafter):
         # log q of what follows it is row rank of _logq, float32 [>= R, V] on the model's device.
         self._rank: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._n_read = 0
-        # log q of each node so far; it never changes while the committed text stands.
+        # log q of each node so far, and which have one (not the root, whose entry says nothing); it
+        # never changes while the committed text stands.
         self._scores = torch.empty(0, dtype=torch.float32)
+        self._scored: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
         # Draws of this step, so that no two use the same noise.
         self._n_draws = 0
 
@@ -151,27 +153,25 @@ class LmDrafter(ScoringDrafter):
 
     def score(self, tree: TreeBackend) -> Tensor:
         self._follow(tree)
-        n, n_done = tree.n_nodes, self._scores.shape[0]
-        if n == n_done:
+        alive = tree.alive.numpy()
+        # Nodes that were taken out are not read for; one that comes back is scored then.
+        fresh = np.flatnonzero(alive & ~self._scored)
+        if fresh.shape[0] == 0:
             return self._scores
-        parent, token = tree.parent.numpy(), tree.token.numpy()
-        inner = np.zeros(n, dtype=np.bool_)
-        # The root is its own parent, but alone it asks for no reading.
-        first = max(n_done, 1)
-        inner[parent[first:]] = True
+        parent, token = tree.parent.numpy()[fresh], tree.token.numpy()[fresh]
+        inner = np.zeros(tree.n_nodes, dtype=np.bool_)
+        inner[parent] = True
         if (self._rank[inner] < 0).any():
-            leaves = np.flatnonzero(~inner & (self._rank < 0))
+            leaves = np.flatnonzero(alive & ~inner & (self._rank < 0))
             if leaves.shape[0] <= self._read_ahead:
                 inner[leaves] = True
             self._read(tree, inner)
-        if n_done == 0:  # the root's entry says nothing
-            self._scores = torch.full((1,), -torch.inf, dtype=torch.float32)
-        rows, columns = self._rank[parent[first:]], token[first:]
-        fresh = self._logq[rows, np.minimum(columns, self._last_id)].cpu()
-        foreign = columns > self._last_id
+        scores = self._logq[self._rank[parent], np.minimum(token, self._last_id)].cpu()
+        foreign = token > self._last_id
         if foreign.any():  # an id that this model does not have cannot follow
-            fresh[torch.from_numpy(foreign)] = -torch.inf
-        self._scores = torch.cat([self._scores, fresh])
+            scores[torch.from_numpy(foreign)] = -torch.inf
+        self._scores = self._scores.index_put((torch.from_numpy(fresh),), scores)
+        self._scored[fresh] = True
         return self._scores
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
@@ -233,9 +233,14 @@ class LmDrafter(ScoringDrafter):
 
     def _follow(self, tree: TreeBackend) -> None:
         """Take note of nodes that were added since the last call."""
-        n_new = tree.n_nodes - self._rank.shape[0]
+        n_old = self._rank.shape[0]
+        n_new = tree.n_nodes - n_old
         if n_new:
             self._rank = np.concatenate([self._rank, np.full(n_new, -1, dtype=np.int64)])
+            self._scored = np.concatenate([self._scored, np.zeros(n_new, dtype=np.bool_)])
+            self._scored[0] = True
+            unscored = torch.full((n_new,), -torch.inf, dtype=torch.float32)
+            self._scores = torch.cat([self._scores, unscored])
 
     def _read(self, tree: TreeBackend, wanted: NDArray[np.bool_]) -> None:
         """One forward over the unread of ``wanted`` bool [N] and their unread ancestors."""
