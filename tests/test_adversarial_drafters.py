@@ -174,13 +174,13 @@ def test_no_script_of_drafters_changes_the_text(
             "propose",
             "elsewhere",
             "drafter 'bad' failed in propose: TreeError: proposals must be on the cpu, found "
-            "positions elsewhere",
+            "positions on meta",
         ),
         (
             "propose",
             "scores_elsewhere",
             "drafter 'bad' failed in propose: TreeError: proposals must be on the cpu, found "
-            "logprobs elsewhere",
+            "logprobs on meta",
         ),
         (
             "propose",
