@@ -218,14 +218,20 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
         ),
     },
     "graft": {
-        "treegraft": lambda room: options(
-            "treegraft",
-            lookback=st.integers(0, 6),
-            revisit=st.booleans(),
-            rescore=st.sampled_from(["every_visit", "once", "never"]),
-            reselect=st.booleans(),
-            recover=st.booleans(),
-            reach=st.sampled_from(["frontier", "any"]),
+        "treegraft": lambda room: (
+            options(
+                "treegraft",
+                lookback=st.integers(0, 6),
+                revisit=st.booleans(),
+                rescore=st.sampled_from(["every_visit", "once", "never"]),
+                recover=st.booleans(),
+                reach=st.sampled_from(["frontier", "any"]),
+            )
+            | options(
+                "treegraft",
+                reselect=st.just(False),
+                rescore=st.sampled_from(["every_visit", "once", "never"]),
+            )
         ),
         "union": lambda room: options("union"),
         "replace": lambda room: options("replace"),
@@ -385,6 +391,9 @@ def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
     shape = {"depth": 5, "width": 10} | builder.get("params", builder)
     if "paths" in shape:
         shape["depth"] = max(map(len, shape["paths"]))
+        shape["width"] = 1 + max(max(path) for path in shape["paths"])
+    if builder["kind"] == "chain":
+        shape["width"] = 1
     room = replace(room, depth=shape["depth"], width=shape["width"])
     room = replace(room, n_drafters=draw(st.sampled_from([2, 1, 3, 4, 0])))
     drafters = [draw(part("drafter", room)) for _ in range(room.n_drafters)]

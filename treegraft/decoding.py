@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -255,9 +255,11 @@ class Decoding:
                     index = self._within_limit(chosen, tree)
                 if index is None:
                     break
-                calls.append(index)
-                touched, riders = self._layer(tree, index, frontier)
+                touched, riders, acted = self._layer(tree, index, frontier)
                 side_calls += riders
+                if not acted:
+                    break
+                calls.append(index)
                 with _named("builder", parts.builder, "frontier"):
                     reached = parts.builder.frontier(tree, touched, layer)
                 if reached is None:
@@ -277,22 +279,27 @@ class Decoding:
 
     def _layer(
         self, tree: TreeBackend, index: int, frontier: Tensor
-    ) -> tuple[Touched, Sequence[int]]:
-        """One layer: drafter ``index``, before it the riders if it scores; and who they were."""
+    ) -> tuple[Touched, Sequence[int], bool]:
+        """One layer: drafter ``index``, before it the riders if it scores.
+
+        Also who they were, and whether ``index`` acted: riders may take the room that it had left.
+        """
         parts = self.parts
         scores = isinstance(parts.drafters[index], ScoringDrafter)
         riders = [i for i in parts.riders if scores and self._has_room(i, tree)]
         visits: list[Touched] = []
         for i in (*riders, index):
+            if i == index and self._within_limit(index, tree) != index:
+                return Touched(frontier, torch.zeros_like(frontier)), riders, False
             with _named("graft", parts.graft, "visit"):
                 visits.append(
                     parts.graft.visit(tree, parts.drafters[i], i, frontier, parts.builder.width)
                 )
         if not riders:
-            return visits[0], ()
+            return visits[0], (), True
         nodes = torch.cat([visit.nodes for visit in visits])
         # A model has scored them all: the frontier ranks them by that, not by what they matched.
-        return Touched(nodes, torch.zeros_like(nodes)), riders
+        return Touched(nodes, torch.zeros_like(nodes)), riders, True
 
     def _finish(self, tree: TreeBackend, calls: Sequence[int]) -> Sequence[int]:
         """Let the graft act on the whole tree; numbers of the drafters that it called."""
@@ -381,7 +388,9 @@ class Decoding:
             self.cache.content = target.new_cache(self.cache.rows)
             for _ in extend(target, self.cache.content, text[:-1], 0, last_only=True):
                 pass
-        bare = TokenTree.root_only(text[-1])
+        # Whether the draft was spoiled may depend on what was drawn, so that must not be forgotten.
+        drawn = None if tree.ledger is None else tree.ledger.of_root()
+        bare = replace(TokenTree.root_only(text[-1]), ledger=drawn)
         logits = self._forward(bare, len(text) - 1)
         self._own_nan = bool(logits[:, 0].isnan().any())
         notice = (

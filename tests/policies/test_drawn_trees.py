@@ -5,6 +5,7 @@ then drafters that draw, and whole pipelines.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_models import hashed_model, mixed_model
+from table_models import TableModel, hashed_model, mixed_model
 
 from treegraft import parse_config
 from treegraft.backends.exact import ExactLedger, ExactTraversal, ExactVerifier, KeyedDice
@@ -142,6 +143,33 @@ def test_zero_residual_mass_takes_the_draw(tree: TreeBackend) -> None:
         for coin in (0.5, 1 - 2**-53):
             verdict = verifier.verdict(pruned, target(pruned, [thirds, P], SetNoise(coin, coin)))
             assert verdict.path == (1,)
+
+
+def test_rounding_neither_takes_what_the_target_excludes_nor_ends_in_an_error(
+    tree: TreeBackend,
+) -> None:
+    """Draws that are all but impossible: the root's rate fell below 1, or to 0 / 0."""
+    for p, q, token in (
+        ([1.0, 0.0, 0.0, 0.0], [1 - 1e-16, 1e-16, 0.0, 0.0], 1),
+        ([0.5, 0.25, 0.25, 0.0], [0.2, 0.5, 0.3, 0.0], 1),
+    ):
+        tree.reset_(token=0, max_depth=3, budget=3)
+        tree.add_(drawn(ROOT, [token], q), 0, True)
+        pruned = tree.prune(3)
+        for verifier in (LEDGER, TRAVERSAL):
+            for coin in (1e-9, 0.5, 1 - 2**-53):
+                said = target(pruned, [p, P], SetNoise(coin, coin))
+                assert p[verifier.verdict(pruned, said).tokens[0]] > 0
+
+
+def test_what_a_drafter_does_to_its_buffer_later_changes_no_draw(tree: TreeBackend) -> None:
+    proposals = drawn(ROOT, [0], UNIFORM)
+    tree.add_(proposals, 0, True)
+    assert proposals.q is not None
+    proposals.q.zero_()
+    ledger = tree.prune(3).ledger
+    assert ledger is not None
+    assert ledger.q.tolist() == [UNIFORM]
 
 
 def test_a_draw_that_lost_its_node_is_still_accepted(tree: TreeBackend) -> None:
@@ -450,6 +478,33 @@ def test_a_seed_gives_the_same_drawn_text_every_time(verifier: str) -> None:
     assert texts[0] == texts[1] != texts[2]
     slow = pipeline(verifier, "sample", 1.0, backend={"kind": "reference"})
     assert slow.generate([0, 1], max_new_tokens=30, seed=1).tokens == texts[0]
+
+
+@pytest.mark.parametrize("verifier", ["walk", "ledger", "traversal"])
+def test_a_draw_that_makes_the_target_nan_still_counts(verifier: str) -> None:
+    """The tree was dropped with all that was drawn, and whether it was depended on the draw."""
+    p, q = [0.4, 0.3, 0.3], [0.4, 0.1, 0.5]
+
+    def spoiled(text: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(p if text[-1] != 2 else [torch.nan] * 3).log()
+
+    models = {
+        "target": TableModel(spoiled, 3),
+        "drafter": TableModel(lambda text: torch.tensor(q).log(), 3),
+    }
+    config = {
+        "target": {"model": "target"},
+        "drafters": [{"kind": "lm", "model": "drafter", "children": "sample"}],
+        "builder": {"kind": "chain", "depth": 1},
+        "scheduler": {"kind": "always"},
+        "verifier": {"kind": verifier},
+        "sampling": {"temperature": 1.0},
+        "stop": {"max_new_tokens": 2, "eos": [2]},
+    }
+    made, n = build_pipeline(parse_config(config), models=models), 300
+    first = Counter(made.generate([0], seed=seed).tokens[0] for seed in range(n))
+    for token, share in enumerate(p):
+        assert abs(first[token] - n * share) < 4 * (n * share * (1 - share)) ** 0.5
 
 
 class OwnPruning(TreeBuilder):

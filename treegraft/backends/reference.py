@@ -162,7 +162,7 @@ class ReferenceTree(TreeBackend):
             assert proposals.draw is not None
             assert proposals.q is not None
             row = int(proposals.draw[i])
-            q = rows.setdefault(row, proposals.q[row])
+            q = rows.setdefault(row, proposals.q[row].clone())
             position, token = int(proposals.positions[i]), int(proposals.tokens[i, 0])
             self._draws.append((position, token, int(nodes[i, 0]), q, since))
         return nodes

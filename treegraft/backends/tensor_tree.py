@@ -186,7 +186,8 @@ class TensorTree(TreeBackend):
             row = int(proposals.draw[path])
             if row not in place:
                 place[row] = len(self._q)
-                self._q.append(proposals.q[row])
+                # A copy: the drafter may use its buffer again.
+                self._q.append(proposals.q[row].clone())
             self._draws.append(
                 _Draw(
                     int(proposals.positions[path]),

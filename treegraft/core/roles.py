@@ -61,7 +61,8 @@ class Context:
     vocab_size : number of ids that may be proposed; others are dropped.
     top : the target at places 1..len(tokens)-1, or None if no drafter asked or there are none.
     temperature, seed : those of the text's sampling, for drafters that draw.
-    stream : which stream of the seeded noise is the drafter's own (``sampling.keyed_gumbel``).
+    stream : which stream of the seeded noise is the drafter's own (``sampling.keyed_gumbel``); one
+        that draws must use no other, and least of all the target's.
     """
 
     tokens: Sequence[int]

@@ -182,6 +182,17 @@ class Ledger:
     row: Tensor
     q: Tensor
 
+    def of_root(self) -> Ledger | None:
+        """The root's slots alone, for a tree that has lost all other nodes; None if none was drawn.
+
+        What was drawn under the root counts even then.
+        """
+        here = self.node == ROOT
+        if not bool((self.row[here] >= 0).any()):
+            return None
+        lost = torch.full_like(self.child[here], -1)
+        return Ledger(self.node[here], self.token[here], lost, self.row[here], self.q)
+
     def under(self, node: int) -> list[tuple[int, int, int, int]]:
         """(slot, token, child, row) of every slot proposed under ``node``, in order."""
         slots = (self.node == node).nonzero()[:, 0].tolist()

@@ -115,9 +115,11 @@ class LedgerVerifier(Verifier):
             if token < law.shape[0]:  # an id that only the drafter has is never taken
                 coin = target.noise.coin(position, slot)
                 # No mass is left only where law and q are one and the same: then it is taken.
-                if coin * float(q[token]) < float(law[token]) or mass <= 0.0:
+                wanted = float(law[token])
+                if coin * float(q[token]) < wanted or (mass <= 0.0 and wanted > 0.0):
                     return token, below
-            law = rest / mass
+            if mass > 0.0:  # else rounding drew what the target excludes
+                law = rest / mass
         if target.sampling.temperature == 0.0:
             return int(law.argmax()), None
         return int((law.log() + target.noise.at(position)).argmax()), None
@@ -178,7 +180,7 @@ class _Traversal:
                 if rate < 1.0:
                     return None
                 break
-            law, rate = rest / mass, min(1.0, mass / (mass + 1.0 - rate))
+            law, rate = rest / mass, mass / (mass + (1.0 - rate))
         if self._target.noise.coin(self._root_position, self._n_coins + node) >= rate:
             return None
         if self._target.sampling.temperature == 0.0:
