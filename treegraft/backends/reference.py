@@ -70,6 +70,7 @@ class ReferenceTree(TreeBackend):
     def scorer(self) -> Tensor:
         return self._column("scorer", torch.int64)
 
+    @np.errstate(over="ignore")
     def _sum(self, node: int) -> float:
         total = np.float32(0.0)
         for v in self._lineage(node)[1:]:
