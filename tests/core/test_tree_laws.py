@@ -109,6 +109,15 @@ def test_a_score_that_float32_cannot_hold_is_none(tree: TreeBackend) -> None:
     assert tree.scorer.tolist() == [NOBODY, 3]
 
 
+def test_a_sum_that_float32_cannot_hold_is_no_warning(tree: TreeBackend) -> None:
+    """It is -inf; numpy warned of an overflow, which ended runs with warnings as errors."""
+    tree.add_(paths((ROOT, [1, 2], [-3e38, -3e38])), source=0, overwrite=True)
+    assert tree.logprob.tolist()[2] == NONE
+    tree.rescore_(torch.tensor([0.0, -2e38, -2e38]), 1)
+    assert tree.logprob.tolist()[2] == NONE
+    assert tree.scorer.tolist() == [NOBODY, 1, 1]
+
+
 def test_rescoring_changes_every_sum_below(tree: TreeBackend) -> None:
     tree.add_(paths((ROOT, [1, 2, 3], [-1.0, -1.0, -1.0])), source=0, overwrite=False)
     tree.rescore_(torch.tensor([0.0, -4.0, -0.5, -0.25]), source=1)

@@ -25,7 +25,22 @@ COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer")
 SOURCES = st.sampled_from([0, 1, 2, 62])
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 SCORES = st.sampled_from(
-    [-math.inf, math.nan, math.inf, 0.5, 0.0, -0.0, -1e-30, -1e-60, -0.1, -0.7, -2.5, -80.0, -1e300]
+    [
+        -math.inf,
+        math.nan,
+        math.inf,
+        0.5,
+        0.0,
+        -0.0,
+        -1e-30,
+        -1e-60,
+        -0.1,
+        -0.7,
+        -2.5,
+        -80.0,
+        -3e38,
+        -1e300,
+    ]
 )
 TOKENS = st.one_of(st.integers(0, V - 1), st.sampled_from([-2, -1, V, V + 1, 2**62, -(2**63)]))
 PATHS = st.lists(

@@ -86,6 +86,7 @@ class ReferenceTree(TreeBackend):
     def _living(self) -> list[int]:
         return [v for v in range(self.n_nodes) if self.graph.nodes[v]["alive"]]
 
+    @np.errstate(over="ignore")
     def _sum(self, node: int) -> float:
         total = np.float32(0.0)
         for v in self._lineage(node)[1:]:

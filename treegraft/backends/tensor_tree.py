@@ -198,6 +198,8 @@ class TensorTree(TreeBackend):
                 )
             )
 
+    # A sum below what float32 holds is -inf, and no reason for a warning.
+    @np.errstate(over="ignore")
     def _add_level_(
         self,
         above: NDArray[np.int64],
@@ -255,6 +257,7 @@ class TensorTree(TreeBackend):
         self._scorer[old] = source
         return nodes, changed
 
+    @np.errstate(over="ignore")
     def _accumulate_(self) -> None:
         """Sum the scores of every path, top down.
 
