@@ -107,7 +107,7 @@ def check_all_drafters(name: str, length: int, n_new: int, temperature: float) -
     for family, drafter in lm_drafters(drafted).items():
         assert drafter_kv_error(drafter) < KV_TOLERANCE, family
     # Whose rows move depends on whose nodes happened to be read.
-    assert sum(moved[family] > 0 for family in lm_drafters(drafted)) > len(ALL) // 2
+    assert sum(moved[family] > 0 for family in lm_drafters(drafted)) > len(ALL) // 4
     assert min(result.statistics.drafted[1:]) > 0
     return list(result.statistics.accepted)
 
