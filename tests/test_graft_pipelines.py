@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_models import TableModel, hashed_model, mixed_model
+from table_models import TableModel, hashed_model, looping_model, mixed_model
 
 from treegraft.backends.reference import plain_tokens
 from treegraft.composition import component_graph
@@ -430,3 +431,22 @@ def test_drawn_trees_of_every_kind_keep_their_draws_and_a_seed_its_text(
         )
         texts.append([made.generate(PROMPT, max_new_tokens=20, seed=s).tokens for s in (1, 2)])
     assert texts[0] == texts[1]
+
+
+def test_riders_do_not_push_a_model_past_its_context_limit() -> None:
+    """They act first, and their paths may take the room that the layer's drafter had left."""
+    target = looping_model([1, 2, 3, 4], 5)
+    brief = replace(target, name="brief", max_positions=12)
+    config = {
+        "target": {"model": "target"},
+        "drafters": [{"kind": "ngram", "length": 9}, {"kind": "lm", "model": "brief"}],
+        "ride_along": ["ngram"],
+        "graft": {"kind": "treegraft", "reach": "any"},
+        "scheduler": {"kind": "always"},
+        "stop": {"max_new_tokens": 30},
+    }
+    made = build_pipeline(parse_config(config), models={"target": target, "brief": brief})
+    result = made.generate([1, 2, 3, 4, 1, 2])
+    assert result.tokens == [[3, 4, 1, 2][i % 4] for i in range(30)]
+    assert [notice for notice in result.notices if "'brief'" in notice] == list(result.notices)
+    assert len(result.notices) == 1
