@@ -165,12 +165,13 @@ class Decoding:
             drafter.begin(context)
 
     def _top(self, logits: Tensor, tokens: Sequence[int]) -> TargetTop:
-        logp = logits.log_softmax(-1).to(torch.float32)
-        here = torch.tensor(tokens, device=logp.device)
-        chosen = logp.gather(1, here[:, None])[:, 0]
+        logp = _logp(logits)
+        return TargetTop(_chosen(logp, tokens), *self._likeliest(logp))
+
+    def _likeliest(self, logp: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [n, k] and float32 [n, k]: the likeliest tokens of each row, and their log p."""
         top = logp.topk(min(self._top_k or 0, logp.shape[-1]), dim=-1)
-        # Drafters work on the host.
-        return TargetTop(chosen.cpu(), top.indices.cpu(), top.values.cpu())
+        return top.indices.cpu(), top.values.cpu()
 
     def step(self) -> Step:
         """Draft, let the target read, commit."""
@@ -194,10 +195,14 @@ class Decoding:
             top, tree_top = None, None
             if self._top_k is not None:
                 rows = [ROOT, *verdict.path][: len(tokens)]
-                top = self._top(logits[rows], tokens)
                 if self._wants_tree_top:
-                    every = self._top(logits, [0] * len(tree))
-                    tree_top = TreeTop(tree.token, every.tokens, every.logprobs)
+                    logp = _logp(logits)
+                    every = self._likeliest(logp)
+                    tree_top = TreeTop(tree.token, *every)
+                    likeliest = (every[0][rows], every[1][rows])
+                    top = TargetTop(_chosen(logp[rows], tokens), *likeliest)
+                else:
+                    top = self._top(logits[rows], tokens)
             # A first chain already sits where it belongs.
             moved = [(i, j + 1) for j, i in enumerate(path) if i != j + 1]
             if moved and self.finish_reason is None:
@@ -451,6 +456,16 @@ def _check_verdict(verdict: Verdict, tree: TokenTree, vocab_size: int) -> None:
         raise ValueError(f"tokens must be those of path {path} and one more, found {tokens}")
     if not 0 <= tokens[-1] < vocab_size:
         raise ValueError(f"tokens must be in 0..{vocab_size - 1}, found {tokens[-1]}")
+
+
+def _logp(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1).to(torch.float32)
+
+
+def _chosen(logp: Tensor, tokens: Sequence[int]) -> Tensor:
+    """float32 [n] on the host, where drafters work: log p of one token per row."""
+    here = torch.tensor(tokens, device=logp.device)
+    return logp.gather(1, here[:, None])[:, 0].cpu()
 
 
 def _count(sources: Sequence[int], n_drafters: int) -> tuple[int, ...]:

@@ -225,7 +225,9 @@ PATHS = st.lists(
 
 
 class TwoTrees(RuleBasedStateMachine):
-    """The same operations on both trees; every answer and every column must be equal."""
+    """The same operations on both trees, nodes being taken out and drawn among them; every answer
+    and every column must be equal. ``test_tree_machine`` is for trees that only grow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,10 +239,40 @@ class TwoTrees(RuleBasedStateMachine):
     def start(self, token: int, max_depth: int) -> None:
         self.reset(token, max_depth)
 
-    @rule(token=st.integers(0, V - 1), max_depth=st.integers(0, 6))
-    def reset(self, token: int, max_depth: int) -> None:
-        self.tensor.reset_(token, max_depth)
-        self.reference.reset_(token, max_depth)
+    @rule(
+        token=st.integers(0, V - 1),
+        max_depth=st.integers(0, 6),
+        budget=st.one_of(st.none(), st.integers(0, 6)),
+    )
+    def reset(self, token: int, max_depth: int, budget: int | None = None) -> None:
+        self.tensor.reset_(token, max_depth, budget)
+        self.reference.reset_(token, max_depth, budget)
+
+    @rule(
+        position=st.integers(0, 10**6),
+        tokens=st.lists(st.integers(0, V), min_size=1, max_size=3, unique=True),
+        more=st.lists(st.integers(0, V - 1), max_size=2, unique=True),
+        source=st.integers(0, 3),
+        overwrite=st.booleans(),
+    )
+    def draw(
+        self, position: int, tokens: list[int], more: list[int], source: int, overwrite: bool
+    ) -> None:
+        """Children drawn from a uniform q with an id that the target lacks, and others beside."""
+        living = self.reference.alive.nonzero()[:, 0].tolist()
+        n_paths = len(tokens) + len(more)
+        made = Proposals.of_paths(
+            [living[position % len(living)]] * n_paths,
+            [[token] for token in (*tokens, *more)],
+            [[-0.5]] * n_paths,
+        )
+        draws = torch.tensor([0] * len(tokens) + [-1] * len(more))
+        q = torch.full((1, V + 1), 1 / (V + 1), dtype=torch.float64)
+        columns = (made.positions, made.tokens, made.logprobs, made.match)
+        proposals = Proposals(*columns, draws, q)
+        proposals.check(self.reference.n_nodes)
+        ours = self.tensor.add_(proposals, source, overwrite)
+        assert ours.tolist() == self.reference.add_(proposals, source, overwrite).tolist()
 
     @rule(drawn=PATHS, source=st.integers(0, 3), overwrite=st.booleans())
     def add(
@@ -273,7 +305,10 @@ class TwoTrees(RuleBasedStateMachine):
         self.reference.keep_(nodes)
         above = self.reference.ancestors(nodes).any(0)
         above[ROOT] = True
-        assert torch.equal(self.reference.alive, above)
+        if self.reference.n_drawn == 0:
+            assert torch.equal(self.reference.alive, above)
+        else:  # nodes under which something was drawn stay
+            assert bool(self.reference.alive[above].all())
 
     @rule(data=st.data(), source=st.integers(0, 3))
     def rescore(self, data: st.DataObject, source: int) -> None:
@@ -304,12 +339,29 @@ class TwoTrees(RuleBasedStateMachine):
 
     @rule(budget=st.integers(0, 40))
     def prune(self, budget: int) -> None:
-        ours, theirs = self.tensor.prune(budget), self.reference.prune(budget)
+        answers = []
+        for tree in (self.tensor, self.reference):
+            try:
+                answers.append(tree.prune(budget))
+            except TreeError as error:
+                answers.append(str(error))
+        ours, theirs = answers
+        if isinstance(ours, str):
+            assert ours == theirs
+            assert "under which something was drawn" in ours
+            return
         ours.check()
         theirs.check()
         for name in (*COLUMNS, "ancestors", "node"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-        assert_law_5(self.reference, theirs, budget)
+        n_drawn = self.reference.n_drawn
+        assert (ours.ledger is None) == (theirs.ledger is None) == (n_drawn == 0)
+        if ours.ledger is None:
+            assert_law_5(self.reference, theirs, budget)
+            return
+        assert int((ours.ledger.row >= 0).sum()) == n_drawn
+        for name in ("node", "token", "child", "row", "q"):
+            assert torch.equal(getattr(ours.ledger, name), getattr(theirs.ledger, name)), name
 
     @invariant()
     def agree(self) -> None:
@@ -317,6 +369,7 @@ class TwoTrees(RuleBasedStateMachine):
             ours, theirs = getattr(self.tensor, name), getattr(self.reference, name)
             assert ours.dtype == theirs.dtype, name
             assert torch.equal(ours, theirs), name
+        assert self.tensor.n_drawn == self.reference.n_drawn
         everyone = torch.arange(self.reference.n_nodes)
         assert torch.equal(self.tensor.ancestors(everyone), self.reference.ancestors(everyone))
         for source in range(4):

@@ -80,11 +80,28 @@ def _stream(pipeline: Pipeline, n: int) -> None:
     sys.stdout.write("\n\n")
 
 
+def _legend(result: Demo) -> list[str]:
+    """What each row of the tables is, for somebody who sees them for the first time."""
+    calls = ", ".join(map(str, result.settings["mixed"]["scheduler"]["calls"]))
+    lines = [
+        "plain   the target alone, one token per forward (a target call)",
+        "never   look-ups in the text (ngram) draft every layer of the tree, the small model never",
+        "always  the small model drafts every layer",
+        f"mixed   both draft one tree, in the layers {calls}",
+    ]
+    if "drawn" in result.comparison.arms:
+        lines.append("drawn   the small model draws a chain of tokens at random")
+    return lines
+
+
 def _print(result: Demo) -> None:
     from treegraft.cli.tables import comparison_report, slower_in_words
 
     comparison = result.comparison
     out = stdout()
+    for line in _legend(result):
+        out.print(line, style="dim", markup=False, highlight=False)
+    print()
     out.print(comparison_report(comparison))
     print()
     for line in slower_in_words(comparison):

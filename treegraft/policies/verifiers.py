@@ -110,16 +110,17 @@ class LedgerVerifier(Verifier):
         sources = _Sources(ledger, law.shape[0])
         for slot, token, below, row in slots:
             q = sources.next(row, token)
+            # An id that only the drafter has is never taken.
+            wanted = float(law[token]) if token < law.shape[0] else 0.0
+            if wanted > 0.0 and target.noise.coin(position, slot) * float(q[token]) < wanted:
+                return token, below
             rest = (law - q).clamp_min(0.0)
             mass = float(rest.sum())
-            if token < law.shape[0]:  # an id that only the drafter has is never taken
-                coin = target.noise.coin(position, slot)
-                # No mass is left only where law and q are one and the same: then it is taken.
-                wanted = float(law[token])
-                if coin * float(q[token]) < wanted or (mass <= 0.0 and wanted > 0.0):
-                    return token, below
-            if mass > 0.0:  # else rounding drew what the target excludes
+            if mass > 0.0:
                 law = rest / mass
+            elif wanted > 0.0:  # law and q are one and the same, so only rounding rejected it
+                return token, below
+            # Else rounding drew what the target excludes, and the law stays.
         if target.sampling.temperature == 0.0:
             return int(law.argmax()), None
         return int((law.log() + target.noise.at(position)).argmax()), None
@@ -206,23 +207,21 @@ class _Sources:
     def __init__(self, ledger: Ledger | None, vocab_size: int) -> None:
         self._ledger = ledger
         self._vocab_size = vocab_size
-        self._left: dict[int, Tensor] = {}
+        self._gone: dict[int, list[int]] = {}
 
     def next(self, row: int, token: int) -> Tensor:
-        q = torch.zeros(self._vocab_size, dtype=torch.float64)
         if row < 0 or self._ledger is None:
+            q = torch.zeros(self._vocab_size, dtype=torch.float64)
             q[token] = 1.0
             return q
-        if row not in self._left:
-            self._left[row] = self._ledger.q[row].double()
-        left = self._left[row]
-        whole = left / left.sum()
-        n = min(self._vocab_size, whole.shape[0])
-        q[:n] = whole[:n]
-        without = left.clone()
-        without[token] = 0.0
-        self._left[row] = without
-        return q
+        gone = self._gone.setdefault(row, [])
+        left = self._ledger.q[row].to(torch.float64, copy=True)
+        left[gone] = 0.0
+        left /= left.sum()
+        gone.append(token)
+        # Ids that only one of the two has: the target gives the drafter's 0, and it the target's.
+        missing = self._vocab_size - left.shape[0]
+        return torch.nn.functional.pad(left, (0, missing)) if missing else left
 
 
 def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
