@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     ModelWrapValidatorHandler,
@@ -19,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from treegraft.config.processors import ProcessorsConfig
+from treegraft.config.strict import Strict
 from treegraft.core.errors import ConfigError
 from treegraft.policies.builders import (
     BestFirstConfig,
@@ -41,11 +40,7 @@ from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
 from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CustomConfig(_Strict):
+class CustomConfig(Strict):
     """One's own class, by import path; it is checked against its role before anything loads."""
 
     kind: str = Field(
@@ -119,138 +114,13 @@ _TAGS = {
 } | {"greenlist", "synthid"}
 
 
-class TargetConfig(_Strict):
+class TargetConfig(Strict):
     """The model whose text is produced."""
 
     model: str = Field(min_length=1, description="zoo:NAME, a local path, or a hub id.")
 
 
-TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
-
-
-class GreenlistConfig(_Strict):
-    """transformers' WatermarkingConfig: a pseudorandom part of the vocabulary gets a bonus."""
-
-    greenlist_ratio: float = Field(0.25, gt=0.0, lt=1.0, description="Share of the vocabulary.")
-    bias: float = Field(2.0, description="Added to the logits of these tokens.")
-    hashing_key: int = Field(15485863, ge=0, description="Key of the hash; keep it private.")
-    seeding_scheme: Literal["lefthash", "selfhash"] = Field(
-        "lefthash", description="selfhash also looks at the token to come."
-    )
-    context_width: int = Field(1, ge=1, description="Tokens before that seed the choice.")
-
-
-class SynthIdConfig(_Strict):
-    """transformers' SynthIDTextWatermarkingConfig: a tournament between draws."""
-
-    ngram_len: int = Field(ge=2, description="Tokens hashed together.")
-    keys: tuple[int, ...] = Field(min_length=1, description="One key per depth.")
-    context_history_size: int = Field(1024, ge=1, description="Contexts remembered.")
-    sampling_table_seed: int = Field(0, ge=0, description="Seed of the table of draws.")
-    sampling_table_size: int = Field(2**16, ge=1, le=2**24, description="Size of that table.")
-    skip_first_ngram_calls: bool = Field(False, description="Leave the first tokens alone.")
-    debug_mode: bool = Field(False, description="Watermark uniform logits instead.")
-
-
-def _watermark(value: Any) -> str:
-    named = value if isinstance(value, Mapping) else getattr(value, "model_fields_set", ())
-    return "synthid" if "ngram_len" in named or "keys" in named else "greenlist"
-
-
-class ProcessorsConfig(_Strict):
-    """transformers' own logits processors by their names in GenerationConfig; null is off."""
-
-    sequence_bias: Annotated[tuple[tuple[TokenIds, float], ...], Field(min_length=1)] | None = (
-        Field(None, description="Pairs of ids and what is added to the last one's logit.")
-    )
-    encoder_repetition_penalty: float | None = Field(
-        None, gt=0.0, description="Above 1, tokens of the prompt become likelier."
-    )
-    no_repeat_ngram_size: int | None = Field(
-        None, ge=0, description="No n-gram of this size occurs twice; 0 is off."
-    )
-    encoder_no_repeat_ngram_size: int | None = Field(
-        None, ge=0, description="No n-gram of this size is taken from the prompt; 0 is off."
-    )
-    bad_words_ids: Annotated[tuple[TokenIds, ...], Field(min_length=1)] | None = Field(
-        None, description="Sequences of ids that are not produced."
-    )
-    min_length: int | None = Field(
-        None, ge=0, description="No end token before so many tokens, prompt included."
-    )
-    forced_bos_token_id: TokenId | None = Field(
-        None, description="First new token after a prompt of one token."
-    )
-    forced_eos_token_id: TokenIds | None = Field(
-        None, description="Id, or one of several, of the last token at max_new_tokens."
-    )
-    remove_invalid_values: bool | None = Field(
-        None, description="Replace NaN by 0 and infinities by the largest numbers."
-    )
-    exponential_decay_length_penalty: tuple[Annotated[int, Field(ge=0)], float] | None = Field(
-        None, description="After so many new tokens the end token gains by this factor."
-    )
-    suppress_tokens: TokenIds | None = Field(None, description="Ids that are not produced.")
-    begin_suppress_tokens: TokenIds | None = Field(
-        None, description="Ids that are not produced as the first new token."
-    )
-    top_h: float | None = Field(
-        None, gt=0.0, le=1.0, description="Keep tokens up to this share of the entropy."
-    )
-    typical_p: float | None = Field(
-        None, gt=0.0, le=1.0, description="Keep the most typical tokens with this mass."
-    )
-    epsilon_cutoff: float | None = Field(
-        None, ge=0.0, lt=1.0, description="Drop tokens below this probability."
-    )
-    eta_cutoff: float | None = Field(
-        None, ge=0.0, lt=1.0, description="The same, lower where the entropy is high."
-    )
-    watermarking_config: (
-        Annotated[
-            Annotated[GreenlistConfig, Tag("greenlist")] | Annotated[SynthIdConfig, Tag("synthid")],
-            Discriminator(_watermark),
-        ]
-        | None
-    ) = Field(None, description="Options of WatermarkingConfig or SynthIDTextWatermarkingConfig.")
-    renormalize_logits: bool | None = Field(
-        None, description="Logits become log probabilities at the end."
-    )
-    guidance_scale: float | None = Field(None, description="Refused, but for 1, which is off.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, data: Any) -> Any:
-        """Forms that transformers takes as well: one id for several, a mapping of biases."""
-        if not isinstance(data, Mapping):
-            return data
-        data = dict(data)
-        if type(data.get("forced_eos_token_id")) is int:
-            data["forced_eos_token_id"] = (data["forced_eos_token_id"],)
-        if isinstance(data.get("sequence_bias"), Mapping):
-            data["sequence_bias"] = tuple(data["sequence_bias"].items())
-        return data
-
-    @model_validator(mode="after")
-    def _check(self) -> ProcessorsConfig:
-        if self.guidance_scale not in (None, 1.0):
-            raise ValueError(
-                "guidance_scale needs a second forward of the target for every token, which a "
-                "draft tree does not save; leave it out, or hand an "
-                "UnbatchedClassifierFreeGuidanceLogitsProcessor to generate as logits_processor"
-            )
-        if any(bias != bias for _, bias in self.sequence_bias or ()):
-            raise ValueError("sequence_bias must hold numbers, found nan")
-        return self
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those that are set."""
-        return self.model_dump(exclude_none=True, exclude={"guidance_scale"})
-
-
-class SamplingConfig(_Strict):
+class SamplingConfig(Strict):
     """How a token is taken from the target; the same seed gives the same text, drafted or not."""
 
     temperature: float = Field(
@@ -272,7 +142,7 @@ class SamplingConfig(_Strict):
     )
 
 
-class StopConfig(_Strict):
+class StopConfig(Strict):
     """When a text ends."""
 
     max_new_tokens: int = Field(128, ge=1, description="Most tokens to produce.")
@@ -301,7 +171,7 @@ class StopConfig(_Strict):
         return self
 
 
-class BackendConfig(_Strict):
+class BackendConfig(Strict):
     """What carries out tree operations and forwards."""
 
     kind: Literal["tensor", "reference"] = Field(
@@ -316,7 +186,7 @@ class BackendConfig(_Strict):
     )
 
 
-class PipelineConfig(_Strict):
+class PipelineConfig(Strict):
     """Everything that decides how a pipeline decodes."""
 
     target: TargetConfig
@@ -504,87 +374,6 @@ def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConf
     if processors:
         data["sampling"]["processors"] = (data["sampling"]["processors"] or {}) | processors
     return parse_config(data)
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Refuses a mapping that gives a key twice, of which YAML would silently take the last."""
-
-    # Where the file is read and not where mappings are made: there, merged keys (<<) may repeat.
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                name, line = (key.tag, key.value), key.start_mark.line + 1
-                if name in seen:
-                    raise ConfigError(
-                        f"{key.value!r} is given twice, in lines {seen[name]} and {line}; "
-                        "keep one of them"
-                    )
-                seen[name] = line
-        return node
-
-
-def load_config(path: str | Path) -> PipelineConfig:
-    """Read a YAML (or JSON) file; ConfigError names the file and the option."""
-    data = _read(path)
-    try:
-        return parse_config(data)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def load_variants(path: str | Path) -> dict[str, PipelineConfig] | None:
-    """The configs of a file that holds several, by name; None for a file that is one config.
-
-    Such a file has two keys: ``base``, a config, and ``variants``, which maps each name to the
-    top-level options that differ from the base. An option is replaced whole. ConfigError names the
-    file, the variant and the option.
-    """
-    data = _read(path)
-    if not isinstance(data, dict) or "variants" not in data:
-        return None
-    base, variants = data.get("base"), data["variants"]
-    if set(data) != {"base", "variants"} or not isinstance(base, dict):
-        raise ConfigError(
-            f"{path}: a file with variants must hold the mappings base and variants alone, found "
-            f"{', '.join(map(str, data))}"
-        )
-    if not isinstance(variants, dict) or not variants:
-        raise ConfigError(f"{path}: variants must map names to options, found {variants!r}")
-    made = {}
-    for name, options in variants.items():
-        try:
-            if not isinstance(name, str) or not isinstance(options, dict | None):
-                raise ConfigError(f"a mapping of options is needed, found {options!r}")
-            made[name] = parse_config({**base, **(options or {})})
-        except ConfigError as error:
-            raise ConfigError(f"{path}: variants.{name}: {error}") from None
-    return made
-
-
-def _read(path: str | Path) -> Any:
-    """What a YAML (or JSON) file holds."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"config {str(path)!r} is not a text file in UTF-8") from None
-    except ValueError as error:  # a path that no file can have
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error}") from None
-    try:
-        return yaml.load(text, _YamlLoader)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise ConfigError(f"config {str(path)!r} is no valid YAML: {where}") from None
-    except RecursionError:
-        raise ConfigError(f"config {str(path)!r} is nested too deeply") from None
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        # PyYAML's own, for a date that is none, a number of too many digits, and the like.
-        raise ConfigError(f"config {str(path)!r} is no valid YAML: {error}") from None
 
 
 def _one_line(error: ValidationError) -> str:
