@@ -4,8 +4,8 @@
 
 BEHAVIOURS is JSON: by method, and by ``open``, an object with ``seconds`` per text, ``tokens`` to
 answer with (default: a function of the prompt), ``cpu`` seconds to claim, ``speed_by`` (an option
-whose value divides the seconds), or ``act``: ``fail``, ``hang``, ``die`` or ``babble``. Each request
-adds a line to LOG.
+whose value divides the seconds), or ``act``: ``fail``, ``hang``, ``die`` or ``babble``. Each
+request adds a line to LOG.
 """
 
 from __future__ import annotations
