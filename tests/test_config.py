@@ -239,7 +239,8 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         ),
         (
             {"builder": {"kind": 5}},
-            "builder: kind must be one of 'layered', 'package.module:Class', found '5'",
+            "builder: kind must be one of 'layered', 'best_first', 'chain', 'static', "
+            "'package.module:Class', found '5'",
         ),
         (
             {"graft": {"kind": "my-lab:Graft"}},

@@ -201,6 +201,11 @@ class PipelineConfig(_Strict):
         description="Names of look-up drafters that act in every layer, right before its drafter "
         "when that one scores; with graft.reach any their paths compete for its positions.",
     )
+    leftover: bool = Field(
+        False,
+        description="Whether nodes below the bonus token, if it was drafted and pruned, start "
+        "the next tree with their scores. What was drawn at random leaves nothing.",
+    )
     sampling: SamplingConfig = SamplingConfig()
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()
