@@ -40,7 +40,8 @@ from treegraft.core.tree import ROOT, TokenTree, Verdict
 class Parts:
     """The components that a decoding runs on; ``tree`` makes an empty working tree.
 
-    ``riders`` are the numbers of the drafters that ride along (docs/method.md section 1).
+    ``riders`` are the numbers of the drafters that ride along, ``leftover`` says whether what is
+    left of a tree starts the next one (docs/method.md section 5).
     """
 
     target: LanguageModel
@@ -53,6 +54,7 @@ class Parts:
     tree: Callable[[], TreeBackend]
     watch: Stopwatch
     riders: Sequence[int] = ()
+    leftover: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class _Draft:
     calls: tuple[int, ...]
     side_calls: tuple[int, ...]
     drafted: tuple[int, ...]
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class Decoding:
     _top_k: int | None = None
     _wants_tree_top: bool = False
     _own_nan: bool = False
+    # Node of the working tree that holds the bonus token: the next tree's root.
+    _left: int | None = None
     _noise: Noise = field(init=False)
     _tree: TreeBackend = field(init=False)
 
@@ -209,6 +214,8 @@ class Decoding:
                 source, place = torch.tensor(moved).T
                 parts.target.move_(self.cache.content, n_kv + source, n_kv + place)
         nodes = tree.node[list(path)].tolist()
+        if parts.leftover and draft.calls and self.finish_reason is None:
+            self._left = self._find(nodes[-1] if nodes else ROOT, tokens[-1])
         if self.finish_reason is None:
             commit = Commit(tuple(tokens), tuple(nodes), top, tree_top)
             for drafter in parts.drafters:
@@ -225,6 +232,7 @@ class Decoding:
             accepted=_count([source[i] for i in path], n),
             seconds=parts.watch.lap(),
             side_calls=draft.side_calls,
+            reused=draft.reused,
         )
         with parts.watch.stage("scheduler"), _named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)
@@ -241,7 +249,12 @@ class Decoding:
         calls: list[int] = []
         side_calls: list[int] = []
         with parts.watch.stage("tree"):
-            tree.reset_(text[-1], max_depth, parts.builder.budget)
+            if self._left is None:
+                tree.reset_(text[-1], max_depth, parts.builder.budget)
+            else:
+                tree.reroot_(self._left, max_depth, parts.builder.budget)
+                self._left = None
+            reused = tree.n_nodes - 1
             frontier = torch.tensor([ROOT])
             for layer in range(1, parts.builder.depth + 1):
                 with parts.watch.stage("scheduler"):
@@ -280,7 +293,17 @@ class Decoding:
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth, tree.n_drawn)
             drafted = _count(tree.source.tolist(), n)
-            return _Draft(pruned, tuple(calls), _count(side_calls, n), drafted)
+            return _Draft(pruned, tuple(calls), _count(side_calls, n), drafted, reused)
+
+    def _find(self, node: int, token: int) -> int | None:
+        """The child of a working-tree node that holds ``token``; None if drawn trees may not be."""
+        tree = self._tree
+        if tree.n_drawn:
+            return None
+        found = tree.alive & (tree.parent == node) & (tree.token == token)
+        found[ROOT] = False
+        children = found.nonzero()[:, 0].tolist()
+        return children[0] if children else None
 
     def _layer(
         self, tree: TreeBackend, index: int, frontier: Tensor

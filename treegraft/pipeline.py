@@ -382,6 +382,7 @@ def build_pipeline(
         tree=lambda: tree_class(target.vocab_size),
         watch=watch,
         riders=tuple(map(config.drafter_names.index, config.ride_along)),
+        leftover=config.leftover,
     )
     source = config.target.model
     return Pipeline(

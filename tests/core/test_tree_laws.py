@@ -197,6 +197,33 @@ def test_nothing_hangs_under_a_node_that_was_taken_out_and_no_other_node_is_kept
     assert tree.n_nodes == 3
 
 
+def test_a_tree_begins_again_at_one_of_its_nodes(tree: TreeBackend) -> None:
+    tree.add_(paths((ROOT, [1, 2, 3], [-1.0, -0.5, NONE]), (ROOT, [3], [-0.5])), 0, False)
+    tree.add_(paths((1, [4], [-0.25])), source=2, overwrite=True)
+    tree.reroot_(1, max_depth=2)
+    assert [tree.path(v) for v in range(tree.n_nodes)] == [[], [2], [2, 3], [4]]
+    assert tree.token.tolist() == [1, 2, 3, 4]
+    assert tree.logprob.tolist() == [0.0, -0.5, NONE, -0.25]
+    assert tree.source.tolist() == [NOBODY, 0, 0, 2]
+    assert tree.scorer.tolist() == [NOBODY, 0, NOBODY, 2]
+    assert tree.best(9, 0, 9, unvisited_by=2).tolist() == [0, 3, 1, 2]
+    assert tree.add_(paths((ROOT, [2, 0], [-9.0, -1.0])), 1, False).tolist() == [[1, 4]]
+    assert tree.add_(paths((4, [0], [-1.0])), 1, False).tolist() == [[-1]]  # too deep
+    tree.reroot_(3, max_depth=0)
+    assert (tree.n_nodes, tree.token.tolist()) == (1, [4])
+    with pytest.raises(TreeError, match=r"^the new root must be a node of the tree, found 1$"):
+        tree.reroot_(1, max_depth=2)
+
+
+def test_a_tree_with_draws_begins_at_no_other_node(tree: TreeBackend) -> None:
+    made = paths((ROOT, [1], [-1.0]))
+    q = torch.full((1, V), 1 / V)
+    drawn = Proposals(made.positions, made.tokens, made.logprobs, made.match, torch.tensor([0]), q)
+    tree.add_(drawn, 0, True)
+    with pytest.raises(TreeError, match=r"^a tree with 1 draws cannot begin at another node$"):
+        tree.reroot_(1, max_depth=2)
+
+
 def test_pruning_to_nothing_leaves_the_root(tree: TreeBackend) -> None:
     tree.add_(paths((ROOT, [1, 2], [0.0, 0.0])), source=0, overwrite=False)
     pruned = tree.prune(0)
@@ -296,6 +323,25 @@ class TwoTrees(RuleBasedStateMachine):
             assert torch.equal(getattr(self.tensor, name)[:n], column)
         assert torch.equal(self.tensor.source[:n][alive], source_before[alive])
         assert bool(self.tensor.alive[:n][alive].all())
+
+    @rule(node=st.integers(0, 10**6), max_depth=st.integers(0, 6))
+    def reroot(self, node: int, max_depth: int) -> None:
+        living = self.reference.alive.nonzero()[:, 0].tolist()
+        node = living[node % len(living)]
+        above = len(self.reference.path(node))
+        expected = [
+            (path[above:], int(self.reference.source[v]), int(self.reference.scorer[v]))
+            for v in living
+            if v >= node
+            and (path := self.reference.path(v))[:above] == self.reference.path(node)
+            and len(path) - above <= max_depth
+        ]
+        self.tensor.reroot_(node, max_depth)
+        self.reference.reroot_(node, max_depth)
+        found = [self.tensor.path(v) for v in range(self.tensor.n_nodes)]
+        assert found == [path for path, _, _ in expected]
+        sources = list(zip(self.tensor.source.tolist(), self.tensor.scorer.tolist(), strict=True))
+        assert sources[1:] == [(source, scorer) for _, source, scorer in expected[1:]]
 
     @rule(chosen=st.lists(st.integers(0, 10**6), max_size=4))
     def keep(self, chosen: list[int]) -> None:

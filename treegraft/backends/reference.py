@@ -120,6 +120,22 @@ class ReferenceTree(TreeBackend):
             ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set(), alive=True
         )
 
+    def reroot_(self, node: int, max_depth: int, budget: int | None = None) -> None:
+        if node not in self._living():
+            raise TreeError(f"the new root must be a node of the tree, found {node}")
+        if self._draws:
+            raise TreeError(f"a tree with {len(self._draws)} draws cannot begin at another node")
+        old = self.graph.subgraph(self._living())
+        above = len(self._lineage(node))
+        self.reset_(old.nodes[node]["token"], max_depth, budget)
+        place = {node: ROOT}
+        for v in sorted(nx.descendants(old, node)):
+            if len(nx.ancestors(old, v)) + 1 - above > max_depth:
+                continue
+            place[v] = len(self.graph)
+            self.graph.add_node(place[v], **{**old.nodes[v], "visitors": set()})
+            self.graph.add_edge(place[next(iter(old.predecessors(v)))], place[v])
+
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         n_paths, length = proposals.tokens.shape
         # Rounded first: what float32 holds as -inf is no score.

@@ -122,6 +122,31 @@ class TensorTree(TreeBackend):
         self._lineage[ROOT, ROOT] = True
         self._visited[ROOT] = 0
 
+    def reroot_(self, node: int, max_depth: int, budget: int | None = None) -> None:
+        n = self._n
+        if not 0 <= node < n or not self._alive[node]:
+            raise TreeError(f"the new root must be a node of the tree, found {node}")
+        if self._draws:
+            raise TreeError(f"a tree with {len(self._draws)} draws cannot begin at another node")
+        depth = self._depth[:n] - self._depth[node]
+        kept = (self._lineage[:n, node] & self._alive[:n] & (depth <= max_depth)).nonzero()[0]
+        k = kept.shape[0]
+        place = np.zeros(n, dtype=np.int64)  # the new root's parent is the new root
+        place[kept] = np.arange(k)
+        parent, depth = place[self._parent[kept]], depth[kept]
+        lineage = self._lineage[np.ix_(kept, kept)]
+        self.reset_(int(self._token[node]), max_depth, budget)
+        self._n = k
+        self._parent[1:k], self._depth[1:k] = parent[1:], depth[1:]
+        self._lineage[:k] = False
+        self._lineage[:k, :k] = lineage
+        for column in (self._token, self._source, self._scorer, self._edge):
+            column[1:k] = column[kept[1:]]
+        self._visited[:k], self._alive[:k] = 0, True
+        keys = self._parent[1:k] * self._vocab_size + self._token[1:k]
+        self._child.update(zip(keys.tolist(), range(1, k), strict=True))
+        self._accumulate_()
+
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         tokens, scores = proposals.tokens.numpy(), _own(proposals.logprobs)
         n_paths, length = tokens.shape

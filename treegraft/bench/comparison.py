@@ -131,6 +131,7 @@ class ArmSummary:
             },
             "tokens_per_second_decode": s.tokens_per_second_decode,
             "acceptance_by_depth": list(s.acceptance_by_depth),
+            "reuse_rate": s.reuse_rate,
             "differences": [
                 {
                     "prompt": d.prompt,

@@ -205,6 +205,11 @@ class PipelineConfig(Strict):
         description="Names of look-up drafters that act in every layer, right before its drafter "
         "when that one scores; with graft.reach any their paths compete for its positions.",
     )
+    leftover: bool = Field(
+        False,
+        description="Whether nodes below the bonus token, if it was drafted and pruned, start "
+        "the next tree with their scores. What was drawn at random leaves nothing.",
+    )
     sampling: SamplingConfig = SamplingConfig()
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()

@@ -164,6 +164,15 @@ class TreeBackend(ABC):
         """
 
     @abstractmethod
+    def reroot_(self, node: int, max_depth: int, budget: int | None = None) -> None:
+        """Start over as ``reset_`` does, with ``node`` as the root and what hangs below it.
+
+        Scores, sources and scorers stay; nobody counts as having expanded any of it. Nodes are
+        numbered anew in their old order; those below ``max_depth`` go. TreeError if ``node`` is
+        none of the tree's, or if something was drawn, whose ledger would be lost.
+        """
+
+    @abstractmethod
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         """Hang paths into the tree, merging what is already there; nothing is removed.
 

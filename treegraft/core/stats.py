@@ -17,6 +17,8 @@ DEFINITIONS = {
     "accepted": "nodes that were committed, by the drafter that proposed them",
     "acceptance_by_depth": "share of steps whose accepted path (before a stop cut it) reached each "
     "depth, from 1",
+    "reused": "nodes that a step's tree began with, left over from the step before",
+    "reuse_rate": "share of steps whose tree began with such nodes",
     "calls": "visits of each drafter (layers in which it acted)",
     "side_calls": "visits of each drafter besides those of its layers: riding along before a "
     "drafter that scores, and in the graft's work after the last layer",
@@ -46,6 +48,7 @@ class StepRecord:
     seconds : wall time by stage of this step.
     side_calls : visits by drafter number besides those of the layers (DEFINITIONS); empty if none
         were counted.
+    reused : nodes that the tree began with, left over from the step before.
     """
 
     n_new: int
@@ -57,6 +60,7 @@ class StepRecord:
     accepted: tuple[int, ...]
     seconds: dict[str, float]
     side_calls: tuple[int, ...] = ()
+    reused: int = 0
 
     def with_seconds(self, more: dict[str, float]) -> StepRecord:
         """The record with time added that the step took after it was written."""
@@ -109,6 +113,8 @@ class Statistics:
     acceptance_by_depth: tuple[float, ...]
     seconds: dict[str, float]
     side_calls: tuple[int, ...]
+    reused: int
+    reuse_rate: float
 
     @property
     def drafter_seconds(self) -> dict[str, float]:
@@ -176,6 +182,8 @@ class Statistics:
             side_calls=tuple(
                 sum(sum(step.side_calls[i : i + 1]) for step in steps) for i in indices
             ),
+            reused=sum(step.reused for step in steps),
+            reuse_rate=sum(step.reused > 0 for step in steps) / max(len(steps), 1),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -192,6 +200,8 @@ class Statistics:
             "tokens_per_second_decode": self.tokens_per_second_decode,
             "overhead_share": self.overhead_share,
             **named,
+            "reused": self.reused,
+            "reuse_rate": self.reuse_rate,
             "calls_by_layer": [
                 dict(zip(self.drafters, layer, strict=True)) for layer in self.calls_by_layer
             ],
