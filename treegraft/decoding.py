@@ -30,7 +30,7 @@ from treegraft.core.roles import (
 from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
 from treegraft.core.stats import StepRecord
 from treegraft.core.stopwatch import Stopwatch
-from treegraft.core.tree import ROOT, TokenTree
+from treegraft.core.tree import ROOT, TokenTree, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,23 @@ class Parts:
     verifier: Verifier
     tree: Callable[[], TreeBackend]
     watch: Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target forward: what it read and what it committed.
+
+    Attributes
+    ----------
+    tokens : the committed ids: those of ``path``, then the bonus token (unless a stop cut it off).
+    tree : what the target read. path : indices into ``tree`` of the committed nodes, top down.
+    record : the figures.
+    """
+
+    tokens: list[int]
+    tree: TokenTree
+    path: tuple[int, ...]
+    record: StepRecord
 
 
 @dataclass(slots=True)
@@ -136,8 +153,8 @@ class Decoding:
         # Drafters work on the host.
         return TargetTop(chosen.cpu(), top.indices.cpu(), top.values.cpu())
 
-    def step(self) -> tuple[list[int], StepRecord]:
-        """One target forward: the tokens it committed, and what it took."""
+    def step(self) -> Step:
+        """Draft, let the target read, commit."""
         parts = self.parts
         n_kv = len(self.history.tokens) - 1
         tree, calls, drafted = self._draft()
@@ -149,6 +166,7 @@ class Decoding:
             target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
             with _named("verifier", parts.verifier, "verdict"):
                 verdict = parts.verifier.verdict(tree, target)
+                _check_verdict(verdict, tree, parts.target.vocab_size)
             tokens = self._cut(verdict.tokens)
             path = verdict.path[: len(tokens)]
             self.history.extend(tokens)
@@ -181,7 +199,7 @@ class Decoding:
         )
         with parts.watch.stage("scheduler"), _named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)
-        return tokens, record
+        return Step(tokens, tree, path, record)
 
     def _draft(self) -> tuple[TokenTree, tuple[int, ...], tuple[int, ...]]:
         """Grow a tree layer by layer and prune it; plain decoding gets the bare root."""
@@ -336,6 +354,25 @@ def _named(role: str, part: object, method: str) -> Iterator[None]:
         raise PolicyError(
             f"{role} {type(part).__name__!r} failed in {method}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _check_verdict(verdict: Verdict, tree: TokenTree, vocab_size: int) -> None:
+    """ValueError unless the verdict is a path of the tree and one token more.
+
+    Which path and which token is the verifier's to decide; without this, one that commits nothing
+    would never end, and one that commits what it did not walk would break the KV cache.
+    """
+    path, tokens = list(verdict.path), list(verdict.tokens)
+    parent, token = tree.parent.tolist(), tree.token.tolist()
+    above = ROOT
+    for node in path:
+        if not 0 < node < len(token) or parent[node] != above:
+            raise ValueError(f"path must lead down from the root, found {path} in {parent}")
+        above = node
+    if len(tokens) != len(path) + 1 or tokens[:-1] != [token[node] for node in path]:
+        raise ValueError(f"tokens must be those of path {path} and one more, found {tokens}")
+    if not 0 <= tokens[-1] < vocab_size:
+        raise ValueError(f"tokens must be in 0..{vocab_size - 1}, found {tokens[-1]}")
 
 
 def _count(sources: Sequence[int], n_drafters: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from treegraft.core.roles import Drafter, Scheduler
 from treegraft.core.sampling import History, Sampling
 from treegraft.core.stats import Generation, StepRecord
 from treegraft.core.stopwatch import Stopwatch
+from treegraft.core.tree import TokenTree
 from treegraft.decoding import Decoding, Parts, TargetCache
 from treegraft.loading import Loader
 from treegraft.policies.drafters.lm import LmConfig
@@ -37,12 +38,17 @@ class Chunk:
     Attributes
     ----------
     tokens : the committed ids. text : the text that became certain (None without a tokenizer).
-    step : the record of the step. generation : the whole result, with the last chunk only.
+    step : the record of the step.
+    tree : the draft tree that the target read. path : its committed nodes, top down: node
+        ``path[j]`` holds ``tokens[j]``, and a token more than that is the target's bonus token.
+    generation : the whole result, with the last chunk only.
     """
 
     tokens: list[int]
     text: str | None
     step: StepRecord
+    tree: TokenTree
+    path: tuple[int, ...]
     generation: Generation | None = None
 
 
@@ -200,15 +206,15 @@ class Pipeline:
             # The caller held the generator: that time is not ours.
             watch.skip()
             with _own_modes():
-                tokens, record = decoding.step()
-            text = stream.push(tokens) if stream is not None else None
+                step = decoding.step()
+            text = stream.push(step.tokens) if stream is not None else None
             if stream is not None and decoding.finish_reason is not None:
                 text = (text or "") + stream.flush()
-            steps.append(record.with_seconds(watch.lap()))
+            steps.append(step.record.with_seconds(watch.lap()))
             generation = None
             if decoding.finish_reason is not None:
                 generation = self._finished(decoding, steps, prefill)
-            yield Chunk(tokens, text, steps[-1], generation)
+            yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, generation)
 
     def _finished(
         self, decoding: Decoding, steps: list[StepRecord], prefill: dict[str, float]

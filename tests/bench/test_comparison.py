@@ -1,18 +1,11 @@
-"""Comparisons on table models: order, ratios, equality; and the verdicts of a check."""
+"""Comparisons on table models: order, ratios, equality."""
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
-from types import SimpleNamespace
-
 import pytest
-import torch
 from table_models import hashed_model
 
 from treegraft import ConfigError, TreegraftError, parse_config
-from treegraft.bench.check import arithmetic_type, check_lossless, choice_between
 from treegraft.bench.comparison import (
     Comparison,
     Run,
@@ -22,7 +15,6 @@ from treegraft.bench.comparison import (
     first_difference,
 )
 from treegraft.bench.demo import demo_configs
-from treegraft.core.sampling import Sampling
 from treegraft.core.stats import Generation, StepRecord
 from treegraft.prompts import Prompt
 
@@ -127,120 +119,3 @@ def test_configs_must_ask_for_one_text():
 
 def test_models_are_loaded_once(pipelines, models):
     assert all(pipeline.target is models["zoo:target"] for pipeline in pipelines.values())
-
-
-def test_a_check_of_table_models_passes(models):
-    config = demo_configs()["mixed"]
-    result = check_lossless(config, None, n_tokens=10, models=models)
-    assert result.passed
-    assert result.report is None
-    assert result.count("equal") == len(result.verdicts) > 4
-    assert result.as_dict()["faults"] == 0
-
-
-def test_a_fault_is_found_in_greedy_and_in_seeded_runs(models, monkeypatch):
-    config = demo_configs()["mixed"]
-    wrong = "faulty_bench_verifier:AlwaysZero"
-    verifier = parse_config(
-        {"target": {"model": "m"}, "drafters": [{"kind": "ngram"}], "verifier": {"kind": wrong}}
-    ).verifier
-    result = check_lossless(
-        config.model_copy(update={"verifier": verifier}), PROMPTS, n_tokens=12, models=models
-    )
-    assert not result.passed
-    faults = [v for v in result.verdicts if v.verdict == "fault"]
-    assert {v.mode for v in faults} == {"greedy", "seeded"}
-    for fault in faults:
-        assert fault.found == 0
-        assert fault.choice is not None
-        # The causal forward agrees with plain decoding about what comes here.
-        assert fault.choice.first == fault.expected
-        assert fault.choice.best == fault.choice.expected > fault.choice.found
-        assert fault.as_dict()["choice"]["gap"] == fault.choice.gap
-
-
-def test_the_targets_choice_is_that_of_its_logits(models):
-    target = models["zoo:target"]
-    choice = choice_between(target, (1, 2), (3,), (4, None), Sampling())
-    logits = target.logits((1, 2, 3))
-    assert choice.first == int(logits.argmax())
-    assert (choice.best, choice.expected) == (float(logits.max()), float(logits[4]))
-    assert choice.gap == math.inf
-    assert choice.as_dict()["found"] is choice.as_dict()["gap"] is None
-    assert choice.tie_within == 0.0
-
-
-@pytest.fixture
-def judged(monkeypatch):
-    """Judge texts of a target with these logits at every place, in bfloat16."""
-    from treegraft.bench import check
-
-    def judge(logits, expected, found):
-        target = hashed_model(len(logits), seed=0)
-        target.logits = lambda text: torch.tensor(logits)
-        monkeypatch.setattr(check, "arithmetic_type", lambda model: torch.bfloat16)
-        return check._judge(target, "p", "greedy", (1,), expected, found, Sampling())
-
-    return judge
-
-
-@pytest.mark.parametrize(
-    ("second", "found", "verdict"),
-    [(7.99, 1, "tie"), (7.99, 2, "fault"), (7.0, 1, "fault")],
-    ids=["close", "far below the close", "far"],
-)
-def test_a_tie_is_a_choice_within_rounding(judged, second, found, verdict):
-    assert judged([8.0, second, -5.0], (0,), (found,)).verdict == verdict
-
-
-def test_three_tokens_may_tie(judged):
-    verdict = judged([5.0, 5.0, 5.0, 0.0], (0,), (2,))
-    assert verdict.verdict == "tie"
-    assert (verdict.choice.best, verdict.choice.expected, verdict.choice.found) == (5.0, 5.0, 5.0)
-    # Plain decoding itself need not have met the first choice of the causal forward.
-    assert judged([5.0, 5.0, 5.0, 0.0], (1,), (2,)).verdict == "tie"
-    assert judged([5.0, 5.0, 5.0, 0.0], (0,), (3,)).verdict == "fault"
-    assert judged([5.0, 5.0, 5.0, 0.0], (0,), ()).verdict == "fault"
-
-
-def test_tokens_after_a_difference_do_not_count_as_compared(judged):
-    logits = [8.0, 7.99, -5.0]
-    assert judged(logits, (0, 0, 0, 0), (0, 1, 0, 0)).n_tokens == 2
-    assert judged(logits, (0, 0, 0, 0), (0, 0, 0, 0)).n_tokens == 4
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "precision", "expected"),
-    [
-        ("cuda", torch.float32, "none", torch.float32),
-        ("cuda:1", torch.float32, "ieee", torch.float32),
-        ("cuda", torch.float32, "tf32", torch.float16),
-        ("cuda", torch.float64, "tf32", torch.float64),
-        ("cuda", torch.bfloat16, "tf32", torch.bfloat16),
-        ("cpu", torch.float32, "tf32", torch.float32),
-    ],
-)
-def test_float32_on_cuda_is_exact_only_without_tf32(
-    monkeypatch, device, dtype, precision, expected
-):
-    from treegraft.bench import check
-
-    target = hashed_model(3, seed=0)
-    monkeypatch.setattr(target, "device", torch.device(device), raising=False)
-    monkeypatch.setattr(check, "_report", lambda model: SimpleNamespace(dtype=dtype))
-    matmul = SimpleNamespace(fp32_precision=precision)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    assert arithmetic_type(target) is expected
-
-
-def test_older_switches_for_tf32_are_seen():
-    """Only the newer switch is read; it must take in what the older ones set."""
-    for switch in (
-        "torch.backends.cuda.matmul.allow_tf32 = True",
-        "torch.set_float32_matmul_precision('high')",
-        "torch.backends.fp32_precision = 'tf32'",
-    ):
-        # In a process of its own: torch refuses to mix older and newer switches.
-        code = f"import torch; {switch}; print(torch.backends.cuda.matmul.fp32_precision)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-        assert done.stdout.split() == [b"tf32"], switch

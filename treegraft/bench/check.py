@@ -1,88 +1,105 @@
-"""Is drafting lossless with this model here? Drafted against plain decoding, token by token.
+"""Is drafting lossless with this model here? Every drafted token against plain decoding's choice.
 
-In float32 and float64 every difference is a fault. Narrower types round the same sum differently
-when a forward is wider, so a difference where the target itself hardly decides is a tie: the logits
-of both tokens lie within rounding of the largest. The logits are computed anew for that verdict, by
-a causal forward of the common prefix without any tree.
+A prompt is decoded with drafting, then plain decoding goes through the drafted text: at each place,
+given the drafted tokens before it, its choice must be the drafted token. In float32 and float64
+every difference is a fault. In narrower types it is a tie where rounding alone may decide
+(choice.py says when); the two texts part there, so plain decoding goes on behind the drafted token,
+and the rest of the text is checked like everything before. A fault ends a text.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 
+from treegraft import __version__
 from treegraft.backends.adapter import AdapterReport
-from treegraft.bench.comparison import first_difference
+from treegraft.bench.choice import (
+    Choice,
+    adapter_report,
+    arithmetic_type,
+    choice_between,
+    is_exact,
+    rounding_units,
+)
+from treegraft.bench.prompts import default_prompts
 from treegraft.config import PipelineConfig
-from treegraft.core.language_model import LanguageModel, extend
-from treegraft.core.sampling import History, Noise, Sampling, process
+from treegraft.core.errors import ConfigError, PromptError
+from treegraft.core.language_model import LanguageModel
+from treegraft.core.sampling import Sampling
+from treegraft.core.tree import ROOT, TokenTree
 from treegraft.loading import Loader
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.prompts import Prompt
 
 __all__ = [
+    "LAYOUT_VERSION",
     "Check",
-    "Choice",
+    "Deviation",
+    "Origin",
     "TextVerdict",
-    "arithmetic_type",
     "check_lossless",
-    "choice_between",
-    "default_prompts",
-    "is_exact",
 ]
 
-TIE_UNITS = 2.0
-"""A gap of up to so many units in the last place of the larger logit is rounding."""
+LAYOUT_VERSION = 1
+"""Of ``Check.as_dict``, as docs/check.md states it; it grows when a key goes or changes meaning."""
 
-_EXACT = (torch.float32, torch.float64)
-_TEXTS = (
-    "def parse_args(argv):\n    parser = argparse.ArgumentParser()\n",
-    "The committee met on Tuesday to discuss the plans for the new library.",
-    "name,age,city\nAnna,31,Bonn\nBert,27,Kiel\nCarla,45,",
-    "for i in range(10):\n    total += i\nfor j in range(10):\n    total +=",
-)
-_LENGTHS = (1, 2, 12, 48)
+Mode = Literal["greedy", "seeded"]
+
+_PLAIN = ("drafters", "builder", "graft", "scheduler", "verifier")
+"""What plain decoding has at its default: nobody drafts, and the built-in walk verifies."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What the target makes of two tokens at one place.
-
-    Values are what it compares: logits after the sampling settings, with the noise of the seed if
-    sampled; minus infinity where the settings exclude a token, or where there is none.
+class Origin:
+    """Where a committed token came from.
 
     Attributes
     ----------
-    first : its own first choice. best : the value of that.
-    expected, found : the values of the two tokens.
-    tie_within : largest gap that rounding explains; 0 in exact arithmetic.
+    step : number of the target call that committed it, from 0.
+    node : its node in the tree that the target read; None for the bonus token, which has none.
+    parent : the node above it (0 is the root); for the bonus token the last node accepted.
+    depth : edges from the root to ``node``, or to where it would be.
+    drafter : who proposed the node; None for the bonus token.
     """
 
-    first: int
-    best: float
-    expected: float
-    found: float
-    tie_within: float
+    step: int
+    node: int | None
+    parent: int
+    depth: int
+    drafter: str | None
 
-    @property
-    def gap(self) -> float:
-        """How far the worse of the two tokens lies below the first choice."""
-        return self.best - min(self.expected, self.found)
 
-    @property
-    def is_tie(self) -> bool:
-        """Whether rounding alone may decide between the two tokens."""
-        return self.tie_within > 0.0 and self.gap <= self.tie_within
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """One place where the drafted token is not plain decoding's choice: a tie or a fault.
+
+    Attributes
+    ----------
+    position : index in the text, prompt included. new : index among the new tokens.
+    choice : plain decoding's token, the drafted one, and what the target makes of the two.
+    origin : of the drafted token; None where the drafted text had ended.
+    """
+
+    position: int
+    new: int
+    choice: Choice
+    origin: Origin | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, with the gap; None for what is infinite, which JSON cannot hold."""
-        data = asdict(self) | {"gap": self.gap}
-        return {key: value if math.isfinite(value) else None for key, value in data.items()}
+        """Plain data."""
+        origin = None if self.origin is None else asdict(self.origin)
+        return {
+            "position": self.position,
+            "new": self.new,
+            **self.choice.as_dict(),
+            "origin": origin,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,32 +109,62 @@ class TextVerdict:
     Attributes
     ----------
     prompt : its id. mode : ``greedy`` or ``seeded``.
-    verdict : ``equal``, ``tie`` or ``fault``.
-    n_tokens : tokens compared; none after the first difference, where the texts part.
-    position, expected, found : first difference, as in ``comparison.Difference``.
-    choice : what the target makes of the two tokens there, computed anew.
+    n_prompt : tokens of the prompt.
+    n_tokens : tokens of the drafted text that were checked; none after a fault.
+    n_accepted : how many of these were nodes of a draft tree; the others are bonus tokens.
+    ties : every tie, in order. fault : the first fault, or None.
+    notices : what the pipeline switched off while it drafted, and why.
     """
 
     prompt: str
-    mode: Literal["greedy", "seeded"]
-    verdict: Literal["equal", "tie", "fault"]
+    mode: Mode
+    n_prompt: int
     n_tokens: int
-    position: int | None = None
-    expected: int | None = None
-    found: int | None = None
-    choice: Choice | None = None
+    n_accepted: int
+    ties: tuple[Deviation, ...] = ()
+    fault: Deviation | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Literal["equal", "tie", "fault"]:
+        """``fault`` if there is one, else ``tie`` if there is any."""
+        if self.fault is not None:
+            return "fault"
+        return "tie" if self.ties else "equal"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, with the gap."""
-        return asdict(self) | {"choice": None if self.choice is None else self.choice.as_dict()}
+        """Plain data."""
+        return {
+            "prompt": self.prompt,
+            "mode": self.mode,
+            "verdict": self.verdict,
+            "prompt_tokens": self.n_prompt,
+            "tokens": self.n_tokens,
+            "accepted": self.n_accepted,
+            "ties": [tie.as_dict() for tie in self.ties],
+            "fault": None if self.fault is None else self.fault.as_dict(),
+            "notices": list(self.notices),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The whole check: what the adapter decided (None for a model of one's own) and verdicts."""
+    """The whole check.
 
-    target: str
-    drafters: tuple[str, ...]
+    Attributes
+    ----------
+    config : what drafted. dtype : the type that the target's sums round like.
+    rounding_units : gap that is excused, in units of eps * magnitude (choice.py); 0 if none is.
+    n_tokens : new tokens asked for per text. temperature : of the seeded mode.
+    report, drafter_reports : what the adapter decided; None or left out for models of one's own.
+    verdicts : one per prompt and mode.
+    """
+
+    config: PipelineConfig
+    dtype: str
+    rounding_units: float
+    n_tokens: int
+    temperature: float
     report: AdapterReport | None
     drafter_reports: dict[str, AdapterReport]
     verdicts: tuple[TextVerdict, ...]
@@ -125,25 +172,59 @@ class Check:
     @property
     def passed(self) -> bool:
         """True if nothing was a fault."""
-        return all(verdict.verdict != "fault" for verdict in self.verdicts)
+        return self.count("fault") == 0
+
+    @property
+    def n_checked(self) -> int:
+        """Tokens that were checked, over all texts."""
+        return sum(verdict.n_tokens for verdict in self.verdicts)
+
+    @property
+    def n_accepted(self) -> int:
+        """How many of these were nodes of a draft tree."""
+        return sum(verdict.n_accepted for verdict in self.verdicts)
+
+    @property
+    def n_ties(self) -> int:
+        """Places that were ties, over all texts."""
+        return sum(len(verdict.ties) for verdict in self.verdicts)
 
     def count(self, verdict: str) -> int:
         """How many prompts and modes got this verdict."""
         return sum(v.verdict == verdict for v in self.verdicts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """The report that ``treegraft check --json`` prints; docs/check.md states its layout."""
         return {
-            "target": self.target,
-            "drafters": list(self.drafters),
+            "report": "treegraft check",
+            "layout": LAYOUT_VERSION,
+            "versions": {
+                "treegraft": __version__,
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+            },
+            "target": self.config.target.model,
+            "drafters": list(self.config.drafter_names),
+            "dtype": self.dtype,
+            "exact": self.rounding_units == 0.0,
+            "rounding_units": self.rounding_units,
+            "tokens_per_text": self.n_tokens,
+            "seed": self.config.sampling.seed,
+            "temperature": self.temperature,
             "passed": self.passed,
-            "equal": self.count("equal"),
-            "ties": self.count("tie"),
-            "faults": self.count("fault"),
-            "tokens": sum(v.n_tokens for v in self.verdicts),
+            "counts": {
+                "texts": len(self.verdicts),
+                "equal": self.count("equal"),
+                "tie": self.count("tie"),
+                "fault": self.count("fault"),
+                "tokens": self.n_checked,
+                "accepted": self.n_accepted,
+                "ties": self.n_ties,
+            },
+            "texts": [v.as_dict() for v in self.verdicts],
             "adapter": None if self.report is None else _plain(self.report),
             "drafter_adapters": {n: _plain(r) for n, r in self.drafter_reports.items()},
-            "verdicts": [v.as_dict() for v in self.verdicts],
+            "config": self.config.model_dump(mode="json"),
         }
 
 
@@ -155,157 +236,152 @@ def check_lossless(
     config: PipelineConfig,
     prompts: Sequence[Prompt] | None = None,
     n_tokens: int = 64,
-    seed: int = 0,
     on_verdict: Callable[[TextVerdict], None] | None = None,
     models: Mapping[str, LanguageModel] | None = None,
 ) -> Check:
-    """Decode with ``config`` and with its target alone, and judge every prompt.
+    """Decode with ``config`` and judge every drafted token by its target alone.
 
-    Each prompt is decoded greedily and at temperature 1 with ``seed``; other sampling settings are
-    those of the config. End tokens and stop strings are not obeyed, so that ``n_tokens`` are
-    compared wherever the context has room for them.
+    Each prompt is decoded greedily and seeded, at the config's temperature or 1 if that is 0;
+    everything else about sampling is the config's. End tokens and stop strings are not obeyed, so
+    that ``n_tokens`` are checked wherever the context has room for them.
 
     Parameters
     ----------
     prompts : default ``default_prompts``. n_tokens : new tokens of each text.
     on_verdict : called after each prompt and mode, for progress.
     models : models that are already loaded, as for ``build_pipeline``.
+
+    Raises
+    ------
+    ConfigError, UnsupportedModelError : nobody drafts, nothing is to be decoded, or as
+        ``build_pipeline`` does.
+    PromptError : names the first prompt that cannot be read, before anything is decoded.
     """
+    if not config.drafters:
+        raise ConfigError("drafters: at least one is needed to check drafting, found none")
+    if n_tokens < 1:
+        raise ConfigError(f"a check needs at least one token per text, found {n_tokens}")
+    if prompts is not None and not prompts:
+        raise PromptError("a check needs at least one prompt, found none")
     stop = {"max_new_tokens": n_tokens, "min_new_tokens": 0, "eos": (), "strings": ()}
     config = config.model_copy(update={"stop": config.stop.model_copy(update=stop)})
-    alone = config.model_copy(update={"drafters": ()})
-    # Plain decoding is verified by the built-in walk, whatever verifier is under test.
-    fields = {name: PipelineConfig.model_fields[name].default for name in ("verifier", "scheduler")}
+    fields = {name: PipelineConfig.model_fields[name].default for name in _PLAIN}
     loader = Loader(config.backend, dict(models or {}))
-    plain = build_pipeline(alone.model_copy(update=fields), loader=loader)
+    plain = build_pipeline(config.model_copy(update=fields), loader=loader)
     drafted = build_pipeline(config, loader=loader)
     if prompts is None:
         prompts = default_prompts(plain, n_tokens)
+    starts = [_encode(plain, prompt) for prompt in prompts]
+    temperature = config.sampling.temperature or 1.0
+    modes: dict[Mode, float] = {"greedy": 0.0, "seeded": temperature}
     verdicts: list[TextVerdict] = []
-    modes: dict[Literal["greedy", "seeded"], float] = {"greedy": 0.0, "seeded": 1.0}
-    for prompt in prompts:
-        for mode, temperature in modes.items():
-            settings = {"temperature": temperature, "seed": seed}
-            expected = plain.generate(prompt.content, **settings).tokens
-            found = drafted.generate(prompt.content, **settings).tokens
-            sampling = Sampling(**(config.sampling.model_dump() | settings))
-            start = plain.encode(prompt.content)
-            verdicts.append(_judge(plain.target, prompt.id, mode, start, expected, found, sampling))
+    for prompt, start in zip(prompts, starts, strict=True):
+        for mode, heat in modes.items():
+            verdicts.append(_judge(plain, drafted, prompt.id, start, n_tokens, mode, heat))
             if on_verdict is not None:
                 on_verdict(verdicts[-1])
     reports: dict[str, AdapterReport] = {}
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
         if isinstance(drafter, LmConfig):
-            report = _report(loader.model(drafter.model))
+            report = adapter_report(loader.model(drafter.model))
             reports |= {} if report is None else {name: report}
+    dtype = arithmetic_type(plain.target)
     return Check(
-        config.target.model,
-        config.drafter_names,
-        _report(plain.target),
-        reports,
-        tuple(verdicts),
+        config=config,
+        dtype=str(dtype).removeprefix("torch."),
+        rounding_units=0.0 if is_exact(dtype) else rounding_units(plain.target),
+        n_tokens=n_tokens,
+        temperature=temperature,
+        report=adapter_report(plain.target),
+        drafter_reports=reports,
+        verdicts=tuple(verdicts),
     )
 
 
-def _report(model: LanguageModel) -> AdapterReport | None:
-    """What the adapter decided; a model of one's own need not have a report."""
-    report = getattr(model, "report", None)
-    return report if isinstance(report, AdapterReport) else None
+def _encode(pipeline: Pipeline, prompt: Prompt) -> list[int]:
+    try:
+        return pipeline.encode(prompt.content)
+    except PromptError as error:
+        raise PromptError(f"prompt {prompt.id!r}: {error}") from None
 
 
 def _judge(
-    target: LanguageModel,
+    plain: Pipeline,
+    drafted: Pipeline,
     prompt: str,
-    mode: Literal["greedy", "seeded"],
     start: Sequence[int],
-    expected: Sequence[int],
-    found: Sequence[int],
-    sampling: Sampling,
+    n_tokens: int,
+    mode: Mode,
+    temperature: float,
 ) -> TextVerdict:
-    position = first_difference(expected, found)
-    if position is None:
-        return TextVerdict(prompt, mode, "equal", len(expected))
-    here = expected[position] if position < len(expected) else None
-    there = found[position] if position < len(found) else None
-    choice = choice_between(target, start, expected[:position], (here, there), sampling)
-    verdict: Literal["tie", "fault"] = "tie" if choice.is_tie else "fault"
-    return TextVerdict(prompt, mode, verdict, position + 1, position, here, there, choice)
+    """Decode one text and go through it. Both pipelines share target, sampling and stop rules."""
+    found, origins, notices = _drafted(drafted, start, temperature)
+    sampling = Sampling(**(plain.config.sampling.model_dump() | {"temperature": temperature}))
+    n_expected = n_tokens
+    if plain.target.max_positions is not None:
+        n_expected = min(n_tokens, plain.target.max_positions - len(start))
+    end = max(n_expected, len(found))
+    ties: list[Deviation] = []
+    place, fault = 0, None
+    while place < end and fault is None:
+        # As far as plain decoding agrees, one run of it is enough.
+        run = _choices(plain, [*start, *found[:place]], n_expected - place, temperature)
+        token, expected = None, None
+        while place < end and token == expected:
+            expected = next(run)
+            token = found[place] if place < len(found) else None
+            place += 1
+        if token == expected:
+            break
+        new = place - 1
+        text = [*start, *found[:new]]
+        choice = choice_between(plain.target, text, len(start), expected, token, sampling)
+        deviation = Deviation(len(text), new, choice, None if token is None else origins[new])
+        if choice.is_tie:
+            ties.append(deviation)
+        else:
+            fault = deviation
+    checked = origins[:place]
+    n_accepted = sum(origin.node is not None for origin in checked)
+    return TextVerdict(
+        prompt, mode, len(start), len(checked), n_accepted, tuple(ties), fault, notices
+    )
 
 
-def choice_between(
-    target: LanguageModel,
-    prompt: Sequence[int],
-    new: Sequence[int],
-    tokens: tuple[int | None, int | None],
-    sampling: Sampling,
-) -> Choice:
-    """What the target makes of two ``tokens`` after ``prompt`` and ``new``, by a causal forward.
-
-    The first is the expected one, the second the one found; None where a text had ended.
-    """
-    text = [*prompt, *new]
-    logits = torch.empty(0)
-    with torch.no_grad():
-        cache = target.new_cache(len(text))
-        for _, rows in extend(target, cache, text, 0, last_only=True):
-            logits = rows[-1]
-    values = process(logits, sampling, History(list(text), len(prompt)))
-    temperature = sampling.temperature
-    if temperature != 0.0:
-        values = values + Noise(sampling.seed, target.vocab_size).at(len(text)).to(values)
-    first = int(values.argmax())
-    dtype = arithmetic_type(target)
-    within = 0.0
-    if not is_exact(dtype):
-        # Rounding acts on the raw logits; a temperature below 1 spreads it like everything else.
-        places = [first, *(token for token in tokens if token is not None)]
-        largest = float(logits[places].abs().max())
-        within = TIE_UNITS * torch.finfo(dtype).eps * largest / (temperature or 1.0)
-    expected, found = (-math.inf if token is None else float(values[token]) for token in tokens)
-    return Choice(first, float(values[first]), expected, found, within)
+def _drafted(
+    pipeline: Pipeline, start: Sequence[int], temperature: float
+) -> tuple[list[int], list[Origin], tuple[str, ...]]:
+    """The drafted tokens, where each came from, and the notices of the run."""
+    tokens: list[int] = []
+    origins: list[Origin] = []
+    notices: tuple[str, ...] = ()
+    for step, chunk in enumerate(pipeline.stream(start, temperature=temperature)):
+        tokens += chunk.tokens
+        for i in range(len(chunk.tokens)):
+            origins.append(_origin(step, chunk.tree, chunk.path, i, pipeline.drafter_names))
+        if chunk.generation is not None:
+            notices = chunk.generation.notices
+    return tokens, origins, notices
 
 
-def arithmetic_type(target: LanguageModel) -> torch.dtype:
-    """The type that the target's sums round like; a model of one's own counts as exact.
-
-    That of its weights, except where CUDA multiplies float32 as TF32: TF32 keeps as many bits of
-    the mantissa as float16.
-    """
-    report = _report(target)
-    if report is None:
-        return torch.float64
-    # The getter also takes in the older switches (allow_tf32, set_float32_matmul_precision) and
-    # what is set for all of torch; "none" is torch's own default, which is float32 as it stands.
-    precision = torch.backends.cuda.matmul.fp32_precision
-    if report.dtype == torch.float32 and torch.device(target.device).type == "cuda":
-        return torch.float32 if precision in ("none", "ieee") else torch.float16
-    return report.dtype
+def _origin(
+    step: int, tree: TokenTree, path: Sequence[int], i: int, names: Sequence[str]
+) -> Origin:
+    parent = path[i - 1] if i else ROOT
+    if i >= len(path):
+        return Origin(step, None, parent, i + 1, None)
+    source = int(tree.source[path[i]])
+    # A builder of one's own may write what it likes there.
+    name = names[source] if 0 <= source < len(names) else None
+    return Origin(step, path[i], parent, i + 1, name)
 
 
-def is_exact(dtype: torch.dtype) -> bool:
-    """Whether a difference in arithmetic of this type is a fault and never a tie."""
-    return dtype in _EXACT
-
-
-def default_prompts(pipeline: Pipeline, n_tokens: int) -> list[Prompt]:
-    """Prompts that this pipeline can read: the zoo's own for the zoo, else a few short ones.
-
-    Without a tokenizer they are random ids of several lengths, each written twice so that
-    look-ups find something; all leave room for ``n_tokens``.
-    """
-    if pipeline.tokenizer is not None:
-        if pipeline.config.target.model.startswith("zoo:"):
-            from treegraft.bench.demo import demo_prompts
-
-            return demo_prompts(per_kind=1)
-        return [Prompt(f"text {n}", text) for n, text in enumerate(_TEXTS, 1)]
-    dice = torch.Generator().manual_seed(0)
-    target = pipeline.target
-    room = _LENGTHS[-1]
-    if target.max_positions is not None:
-        room = max(1, min(room, (target.max_positions - n_tokens) // 2))
-    prompts = []
-    for length in sorted({min(length, room) for length in _LENGTHS}):
-        ids = torch.randint(0, target.vocab_size, (length,), generator=dice).tolist()
-        prompts.append(Prompt(f"{2 * length} random ids", tuple(ids + ids)))
-    return prompts
+def _choices(
+    plain: Pipeline, text: Sequence[int], n_tokens: int, temperature: float
+) -> Iterator[int | None]:
+    """Plain decoding's tokens after ``text``, then None: it has nothing to say there."""
+    if n_tokens > 0:
+        for chunk in plain.stream(text, temperature=temperature, max_new_tokens=n_tokens):
+            yield from chunk.tokens
+    while True:
+        yield None

@@ -85,7 +85,7 @@ def _faulty(comparison: Comparison, pipelines: dict[str, Pipeline]) -> list[str]
 
 def _exact_type(pipeline: Pipeline) -> tuple[str, str] | None:
     """Type and device of the target's arithmetic, None for types that round too coarsely."""
-    from treegraft.bench.check import arithmetic_type, is_exact
+    from treegraft.bench.choice import arithmetic_type, is_exact
 
     dtype = arithmetic_type(pipeline.target)
     return (str(dtype), pipeline.config.backend.device) if is_exact(dtype) else None

@@ -9,10 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from treegraft.bench.check import Check, Deviation, Origin
+    from treegraft.bench.choice import Candidate
     from treegraft.bench.comparison import ArmSummary, Comparison
     from treegraft.core.stats import Statistics
 
-__all__ = ["comparison_report", "slower_in_words", "statistics_report"]
+__all__ = ["check_report", "comparison_report", "slower_in_words", "statistics_report"]
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -154,3 +156,59 @@ def statistics_report(statistics: Statistics) -> Group:
             _row(drafters, name, *cells)
         parts.append(drafters)
     return Group(*parts)
+
+
+_MOST_TIES = 3
+"""Ties of a text that are spelled out; the report in JSON has all of them."""
+
+
+def check_report(check: Check) -> Group:
+    """One row per prompt and mode, then every fault and the first ties of each text in words."""
+    columns = ("prompt", "mode", "verdict", "tokens", "drafted", "ties")
+    table = _table("Drafted tokens against plain decoding", *columns)
+    table.columns[1].justify = table.columns[2].justify = "left"
+    remarks: list[str] = []
+    for v in check.verdicts:
+        verdict = "FAULT" if v.fault is not None else v.verdict
+        _row(table, v.prompt, v.mode, verdict, *map(str, (v.n_tokens, v.n_accepted, len(v.ties))))
+        where = f"{v.prompt}, {v.mode}"
+        remarks += [f"tie in {where}: {_deviation(tie)}" for tie in v.ties[:_MOST_TIES]]
+        if len(v.ties) > _MOST_TIES:
+            remarks.append(f"{len(v.ties) - _MOST_TIES} more ties in {where} (all with --json)")
+        if v.fault is not None:
+            remarks.append(f"FAULT in {where}: {_deviation(v.fault)}")
+        remarks += [f"note on {where}: {notice}" for notice in v.notices]
+    parts: list[Table | Text] = [table]
+    if remarks:
+        parts += [Text(""), *map(Text, remarks)]
+    return Group(*parts)
+
+
+def _deviation(deviation: Deviation) -> str:
+    choice = deviation.choice
+    sentence = (
+        f"token {deviation.position} of the text (new token {deviation.new}): expected "
+        f"{_candidate(choice.expected)}, found {_candidate(choice.found)}"
+    )
+    if choice.expected is not None and choice.expected.token != choice.first.token:
+        sentence += f", the target's first choice is {_candidate(choice.first)}"
+    sentence += f"; gap {choice.gap:.3g}, rounding explains {choice.tolerance:.3g}"
+    return sentence if deviation.origin is None else f"{sentence}; {_origin(deviation.origin)}"
+
+
+def _candidate(candidate: Candidate | None) -> str:
+    if candidate is None:
+        return "the end"
+    compared = candidate.value != candidate.logit
+    value = f", {candidate.value:.6g} as sampled" if compared else ""
+    return f"{candidate.token} (logit {candidate.logit:.6g}{value})"
+
+
+def _origin(origin: Origin) -> str:
+    if origin.node is None:
+        after = "the root" if origin.parent == 0 else f"node {origin.parent}"
+        return f"step {origin.step}, bonus token after {after}, no node"
+    return (
+        f"step {origin.step}, node {origin.node} at depth {origin.depth}, proposed by "
+        f"{origin.drafter or 'nobody known'}"
+    )
