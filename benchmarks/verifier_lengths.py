@@ -1,6 +1,6 @@
 """Expected tokens per step of each verifier, exact, on little table models.
 
-A target over 4 tokens and a drafter whose probabilities mix the target's with another table's; every
+A target over 4 tokens and a drafter whose probabilities mix its law with another table; every
 outcome of the draws and coins is enumerated. ``agreement`` is the share of the target in the mix.
 
     PYTHONPATH=tests python benchmarks/verifier_lengths.py

@@ -27,19 +27,21 @@ class TableCache:
 class TableModel(LanguageModel):
     """``logits(text) -> float [V]``; ``reads`` counts the tokens that went through the model."""
 
-    logits: Callable[[Sequence[int]], Tensor]
+    logits: Callable[[Sequence[int]], Tensor] = field(repr=False)
     vocab_size: int
     name: str = "table"
     max_positions: int | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    reads: int = 0
-    forwards: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"), repr=False)
+    reads: int = field(default=0, repr=False)
+    forwards: int = field(default=0, repr=False)
 
     def new_cache(self, n_rows: int, old: Any = None) -> TableCache:
         cache = TableCache(torch.full((n_rows,), -1), torch.full((n_rows,), -1))
         if old is not None:
             n_old = old.token.shape[0]
             cache.token[:n_old], cache.position[:n_old] = old.token, old.position
+            # Whoever goes on with the old one finds nothing in it.
+            old.token = old.position = torch.empty(0, dtype=torch.int64)
         return cache
 
     def forward(
@@ -53,6 +55,8 @@ class TableModel(LanguageModel):
     ) -> Tensor:
         assert len(set(rows.tolist())) == len(rows), "rows of one forward must differ"
         assert bool(visible[torch.arange(len(rows)), rows].all()), "a query must see itself"
+        limit = self.max_positions
+        assert limit is None or int(positions.max()) < limit, "a position past the context limit"
         self.reads += len(rows)
         self.forwards += 1
         cache.token[rows] = tokens
@@ -97,3 +101,28 @@ def mixed_model(target: TableModel, other: TableModel, share: float) -> TableMod
         return (1 - share) * target.logits(text) + share * other.logits(text)
 
     return TableModel(logits, target.vocab_size, name="mixed")
+
+
+def looping_model(loop: Sequence[int], vocab_size: int) -> TableModel:
+    """Says ``loop`` again and again, by position: what look-ups are good at."""
+
+    def logits(text: Sequence[int]) -> Tensor:
+        said = torch.tensor(loop[len(text) % len(loop)] % vocab_size)
+        return torch.nn.functional.one_hot(said, vocab_size) * 4.0
+
+    return TableModel(logits, vocab_size, name="looping")
+
+
+def tied_model(model: TableModel) -> TableModel:
+    """``model`` with logits of a few values only, so that the likeliest tokens often tie."""
+    return TableModel(lambda text: (model.logits(text) / 2).round(), model.vocab_size, name="tied")
+
+
+def holed_model(model: TableModel) -> TableModel:
+    """``model`` with -inf for every token but the likelier half."""
+
+    def logits(text: Sequence[int]) -> Tensor:
+        whole = model.logits(text)
+        return whole.masked_fill(whole < whole.median(), -torch.inf)
+
+    return TableModel(logits, model.vocab_size, name="holed")

@@ -58,6 +58,15 @@ def test_a_resolved_config_says_the_same_again() -> None:
             **TARGET,
             "drafters": [{"kind": "ngram", "name": "look"}, {"kind": "my_lab:Some", "params": {}}],
             "scheduler": {"kind": "fixed", "calls": ["look", 1]},
+            "sampling": {
+                "processors": {
+                    "sequence_bias": {(3, 4): -1, (5,): 2.5},
+                    "bad_words_ids": [[1, 2], [3]],
+                    "forced_eos_token_id": 7,
+                    "exponential_decay_length_penalty": [3, 1.2],
+                    "watermarking_config": {"ngram_len": 3, "keys": [1, 2]},
+                }
+            },
             "stop": {"eos": [1, 2], "strings": ["x"]},
         }
     )
@@ -79,7 +88,8 @@ def test_single_options_are_overridden_and_checked() -> None:
     assert config.stop.max_new_tokens == 128
     for options, message in (
         ({"depth": 3}, "unknown option 'depth'; known: temperature, top_k, top_p, min_p, "
-         "repetition_penalty, seed, max_new_tokens, min_new_tokens, eos, strings"),
+         "repetition_penalty, seed, processors, max_new_tokens, min_new_tokens, eos, strings, and "
+         "those of sampling.processors"),
         ({"top_k": 0}, "sampling.top_k: Input should be greater than or equal to 1, found 0"),
         ({"max_new_tokens": 3, "min_new_tokens": 4},
          "stop: min_new_tokens must be at most max_new_tokens (3), found 4"),
@@ -156,6 +166,50 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
             "sampling.repetition_penalty: Input should be greater than 0, found 0",
         ),
         (
+            {"sampling": {"processors": {"no_repeat_ngram": 3}}},
+            "sampling.processors.no_repeat_ngram: unknown option",
+        ),
+        (
+            {"sampling": {"processors": {"no_repeat_ngram_size": -1}}},
+            "sampling.processors.no_repeat_ngram_size: Input should be greater than or equal to 0, "
+            "found -1",
+        ),
+        (
+            {"sampling": {"processors": {"bad_words_ids": [[3], []]}}},
+            "sampling.processors.bad_words_ids.1: 1 or more entries are needed, found 0",
+        ),
+        (
+            {"sampling": {"processors": {"suppress_tokens": [4, -1]}}},
+            "sampling.processors.suppress_tokens.1: Input should be greater than or equal to 0, "
+            "found -1",
+        ),
+        (
+            {"sampling": {"processors": {"sequence_bias": [[[3], float("nan")]]}}},
+            "sampling.processors: sequence_bias must hold numbers, found nan",
+        ),
+        (
+            {"sampling": {"processors": {"no_repeat_ngram_size": True}}},
+            "sampling.processors.no_repeat_ngram_size must be a number, found True",
+        ),
+        (
+            {"sampling": {"processors": {"forced_eos_token_id": True}}},
+            "sampling.processors.forced_eos_token_id: a list is needed, found True",
+        ),
+        (
+            {"sampling": {"processors": {"watermarking_config": {"bias": 2.0, "size": 3}}}},
+            "sampling.processors.watermarking_config.size: unknown option",
+        ),
+        (
+            {"sampling": {"processors": {"watermarking_config": {"ngram_len": 3}}}},
+            "sampling.processors.watermarking_config.keys: Field required",
+        ),
+        (
+            {"sampling": {"processors": {"guidance_scale": 2.0}}},
+            "sampling.processors: guidance_scale needs a second forward of the target for every "
+            "token, which a draft tree does not save; leave it out, or hand an "
+            "UnbatchedClassifierFreeGuidanceLogitsProcessor to generate as logits_processor",
+        ),
+        (
             {"sampling": {"seed": BIG}},
             f"sampling.seed: Input should be less than {BIG}, found {BIG}",
         ),
@@ -230,7 +284,8 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         # a kind that does not exist
         (
             {"drafters": [{"kind": "ngrams"}]},
-            "drafters.0: kind must be one of 'ngram', 'lm', 'package.module:Class', found 'ngrams'",
+            "drafters.0: kind must be one of 'ngram', 'datastore', 'lm', 'package.module:Class', "
+            "found 'ngrams'",
         ),
         (
             {"scheduler": {"kind": "sometimes"}},
@@ -275,6 +330,11 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         (
             {"drafters": [NGRAM], "scheduler": {"kind": "fixed", "calls": [-1]}},
             "scheduler.calls names drafter -1, found drafters ['ngram']",
+        ),
+        ({"drafters": [{"kind": "datastore"}]}, "drafters.0.path: Field required"),
+        (
+            {"drafters": [{"kind": "datastore", "path": "s", "min_n": 20}]},
+            "drafters.0: min_n must be at most max_n (16), found 20",
         ),
         # several faults: the first, and how many more
         (

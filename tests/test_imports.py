@@ -32,6 +32,7 @@ LAW: dict[str, set[str]] = {
     "decoding": {"core"},
     "prompts": {"core"},
     "zoo": {"core"},
+    "corpus": {"core", "backends", "prompts"},
     "config": {"core", "policies"},
     "components": {"core", "policies", "config"},
     "composition": {"core", "config", "components"},
@@ -55,6 +56,7 @@ OUTSIDE: dict[str, set[str]] = {
     "backends": {"torch", "numpy"},
     "decoding": {"torch", "numpy"},
     "prompts": set(),
+    "corpus": set(),
     "config": {"pydantic", "yaml"},
     "components": {"pydantic"},
     "composition": {"pydantic", "networkx"},
@@ -65,6 +67,7 @@ OUTSIDE_OF_MODULE = {
     "treegraft.backends.reference": {"networkx"},
     "treegraft.backends.kv": {"transformers"},
     "treegraft.backends.hf": {"transformers"},
+    "treegraft.backends.processors": {"transformers"},
 }
 
 

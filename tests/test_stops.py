@@ -15,6 +15,7 @@ from torch import Tensor
 from toy_tokenizers import ByteTokenizer, PieceTokenizer
 
 from treegraft.config import parse_config
+from treegraft.core.errors import ConfigError
 from treegraft.core.stats import Generation
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.text import StopStrings, TextStream
@@ -89,6 +90,16 @@ def test_min_new_tokens_masks_eos_along_the_path() -> None:
     """3 is masked while fewer than 5 tokens stand: the target takes the next likeliest, 0."""
     result = counting(eos=[3], min_new_tokens=5, max_new_tokens=12).generate([0])
     assert end(result) == ([1, 2, 0, 1, 2, 3], "eos")
+
+
+def test_min_new_tokens_where_every_token_is_an_end_is_refused() -> None:
+    """All logits would be masked, and the text end at once with whatever id comes first."""
+    with pytest.raises(ConfigError) as caught:
+        counting(eos=list(range(V)), min_new_tokens=2).stream([0])
+    assert str(caught.value) == (
+        "stop.min_new_tokens must be 0 where stop.eos holds every id, found 2"
+    )
+    assert end(counting(eos=list(range(V))).generate([0])) == ([1], "eos")
 
 
 def test_a_stop_string_inside_an_accepted_path() -> None:

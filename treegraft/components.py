@@ -14,6 +14,7 @@ from treegraft.config import CustomConfig
 from treegraft.core.errors import ConfigError, TreegraftError
 from treegraft.core.roles import Drafter, GraftPolicy, Scheduler, TreeBuilder, Verifier
 from treegraft.policies.builders import LayeredBuilder, LayeredConfig
+from treegraft.policies.drafters.datastore import DatastoreConfig, DatastoreDrafter
 from treegraft.policies.drafters.lm import LmConfig, LmDrafter
 from treegraft.policies.drafters.ngram import NgramConfig, NgramDrafter
 from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
@@ -50,7 +51,11 @@ ROLES: dict[str, Role] = {
         Role(
             "drafter",
             Drafter,
-            {"ngram": (NgramConfig, NgramDrafter), "lm": (LmConfig, LmDrafter)},
+            {
+                "ngram": (NgramConfig, NgramDrafter),
+                "datastore": (DatastoreConfig, DatastoreDrafter),
+                "lm": (LmConfig, LmDrafter),
+            },
         ),
         Role("builder", TreeBuilder, {"layered": (LayeredConfig, LayeredBuilder)}),
         Role("graft", GraftPolicy, {"treegraft": (TreegraftConfig, TreegraftGraft)}),

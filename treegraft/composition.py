@@ -62,7 +62,9 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
             _add(graph, role, role, getattr(config, role))
     if config.drafters:
         graph.add_node("tree", role="tree", kind=config.backend.kind, options={})
-    sampling = config.sampling.model_dump()
+    sampling = config.sampling.model_dump(exclude={"processors"})
+    if config.sampling.processors is not None:
+        sampling |= config.sampling.processors.settings
     kind = "greedy" if config.sampling.temperature == 0 else "keyed noise"
     graph.add_node("sampling", role="sampling", kind=kind, options=sampling)
     graph.add_node("commit", role="commit", kind="stop rules", options=config.stop.model_dump())

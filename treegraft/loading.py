@@ -1,12 +1,13 @@
-"""Loads the models and tokenizers that a config names, each once."""
+"""Loads the models, tokenizers and datastores that a config names, each once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+from treegraft.backends.datastore import Datastore, check_tokenizer, open_datastore
 from treegraft.backends.sources import check_device, resolve
-from treegraft.backends.vocabulary import check_vocabularies
+from treegraft.backends.vocabulary import check_vocabularies, fingerprint
 from treegraft.config import BackendConfig
 from treegraft.core.language_model import LanguageModel
 
@@ -22,6 +23,7 @@ class Loader:
         self._given = frozenset(models)
         self._models = models
         self._tokenizers: dict[str, tuple[Any, str]] = {}
+        self._datastores: dict[str, Datastore] = {}
 
     def give_tokenizer(self, source: str, tokenizer: Any) -> None:
         """Use ``tokenizer`` for the model of this name instead of the one beside it."""
@@ -47,6 +49,28 @@ class Loader:
                 attention=None if attention == "auto" else attention,
             )
         return self._models[source]
+
+    def datastore(self, path: str) -> Datastore:
+        """The datastore in this folder, opened at most once."""
+        if path not in self._datastores:
+            self._datastores[path] = open_datastore(path)
+        return self._datastores[path]
+
+    def check_datastore(self, target: str, path: str) -> None:
+        """UnsupportedModelError unless the datastore's ids mean what the target's mean.
+
+        Loads no weights. Where tokenizers cannot be compared the widths are, if the target is
+        loaded already; so ask again when it is.
+        """
+        tokenizer = self.tokenizer(target)
+        model = self._models.get(target)
+        check_tokenizer(
+            self.datastore(path).header,
+            path,
+            target,
+            None if tokenizer is None else fingerprint(tokenizer),
+            None if model is None else model.vocab_size,
+        )
 
     def tokenizer(self, source: str) -> Any:
         """The tokenizer of the model, or None; ``no_tokenizer`` says why."""

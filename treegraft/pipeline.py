@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import index
@@ -10,6 +10,7 @@ from typing import Any
 
 import networkx as nx
 import torch
+from torch import Tensor
 
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
@@ -19,6 +20,7 @@ from treegraft.config import PipelineConfig, override
 from treegraft.core.errors import ConfigError, PromptError, TreegraftError
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
+from treegraft.core.processors import Processors
 from treegraft.core.roles import Drafter, Scheduler
 from treegraft.core.sampling import History, Sampling
 from treegraft.core.stats import Generation, StepRecord
@@ -26,6 +28,7 @@ from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import TokenTree
 from treegraft.decoding import Decoding, Parts, TargetCache
 from treegraft.loading import Loader
+from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.schedulers import FixedConfig, FixedScheduler
 from treegraft.text import StopStrings, TextStream
@@ -51,6 +54,9 @@ class Chunk:
     path: tuple[int, ...]
     generation: Generation | None = None
 
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""Text so far, int64 [1, n], and its logits, float32 [1, V], to new logits of that shape."""
 
 _TREES: dict[str, type[TensorTree] | type[ReferenceTree]] = {
     "tensor": TensorTree,
@@ -135,53 +141,117 @@ class Pipeline:
             )
         return tokens
 
-    def generate(self, prompt: str | Sequence[int], **overrides: Any) -> Generation:
-        """Decode to the end; ``overrides`` as in ``stream``."""
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """Decode to the end; ``options`` (``logits_processor`` among them) as in ``stream``."""
         generation = None
-        for chunk in self.stream(prompt, **overrides):
+        for chunk in self.stream(prompt, **options):
             generation = chunk.generation
         assert generation is not None
         return generation
 
-    def stream(self, prompt: str | Sequence[int], **overrides: Any) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None,
+        **overrides: Any,
+    ) -> Iterator[Chunk]:
         """Decode step by step.
 
         Parameters
         ----------
         prompt : text, or token ids (then no tokenizer is needed).
+        logits_processor : rules of one's own, as for transformers' ``generate``: each is called
+            with the text so far, int64 [1, n], and its row of logits, float32 [1, V], and returns
+            the new row. It is called for every place of the text once, in order, with what is
+            committed and the accepted path; docs/method.md section 2 says what follows.
+        prefix_allowed_tokens_fn : as in ``generate``: the allowed ids, given 0 and the text so far,
+            int64 [n].
         overrides : options of ``config.sampling`` and ``config.stop`` for this text alone, such as
-            ``max_new_tokens=64`` or ``seed=7``.
+            ``max_new_tokens=64``, ``seed=7`` or ``no_repeat_ngram_size=3``.
 
         Raises
         ------
         PromptError, ConfigError : before any forward, and before the first chunk is asked for.
-        DrafterError : if a drafter fails; the pipeline stays usable.
+        DrafterError, ProcessorError : if a drafter or a logits processor fails; the pipeline stays
+            usable.
         """
         config = self._with(overrides)
         tokens = self.encode(prompt)
         stop = config.stop
         if stop.strings and self.tokenizer is None:
             raise PromptError(f"stop.strings need a tokenizer, found none ({self._no_tokenizer})")
+        strings = StopStrings(stop.strings, self.tokenizer) if stop.strings else None
+        decoding = Decoding(
+            self._parts,
+            self._sampling(config, tokens, logits_processor, prefix_allowed_tokens_fn, strings),
+            History(tokens, len(tokens)),
+            stop.max_new_tokens,
+            self._cache,
+            None if strings is None else strings.completes,
+        )
+        return self._run(decoding)
+
+    def sampling(self, prompt: str | Sequence[int], **overrides: Any) -> Sampling:
+        """The sampling settings of a text of this prompt, with processors made for it alone."""
+        return self._sampling(self._with(overrides), self.encode(prompt))
+
+    def _sampling(
+        self,
+        config: PipelineConfig,
+        prompt: Sequence[int],
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None,
+        strings: StopStrings | None = None,
+    ) -> Sampling:
+        stop, own = config.stop, config.sampling.model_dump(exclude={"processors"})
         eos = self._eos if stop.eos is None else stop.eos
         if eos and max(eos) >= self.target.vocab_size:
             raise ConfigError(
                 f"stop.eos ids must be in 0..{self.target.vocab_size - 1}, found {max(eos)}"
             )
-        sampling = Sampling(
-            **config.sampling.model_dump(), min_new_tokens=stop.min_new_tokens, eos=eos
+        if stop.min_new_tokens and len(set(eos)) == self.target.vocab_size:
+            raise ConfigError(
+                "stop.min_new_tokens must be 0 where stop.eos holds every id, found "
+                f"{stop.min_new_tokens}"
+            )
+        settings = {} if config.sampling.processors is None else config.sampling.processors.settings
+        given = logits_processor is not None or prefix_allowed_tokens_fn is not None
+        processors = None
+        if settings or given:
+            # transformers is imported with the first processor, not before.
+            from treegraft.backends.processors import Text, build_processors
+
+            text = Text(
+                prompt=prompt,
+                max_new_tokens=stop.max_new_tokens,
+                eos=eos,
+                vocab_size=self.target.vocab_size,
+                device=torch.device(self.target.device),
+                repetition_penalty=config.sampling.repetition_penalty,
+                min_new_tokens=stop.min_new_tokens,
+            )
+            with _own_modes():
+                entries = build_processors(
+                    settings, logits_processor, prefix_allowed_tokens_fn, text
+                )
+            if entries:
+                processors = Processors(entries, None if strings is None else strings.would_end)
+                self._refuse_stateful(processors)
+        return Sampling(**own, min_new_tokens=stop.min_new_tokens, eos=eos, processors=processors)
+
+    def _refuse_stateful(self, processors: Processors) -> None:
+        """ConfigError for a processor that keeps state under a verifier that may call it twice."""
+        verifier = self._parts.verifier
+        if verifier.in_text_order or not processors.stateful:
+            return
+        raise ConfigError(
+            f"logits processor {processors.stateful[0].name!r} may keep state from call to call, "
+            f"and verifier {type(verifier).__name__!r} does not visit places once and in order: "
+            "use verifier 'walk', or set stateless = True on it if its answer depends on its "
+            "arguments alone"
         )
-        completes = None
-        if stop.strings:
-            completes = StopStrings(stop.strings, self.tokenizer).completes
-        decoding = Decoding(
-            self._parts,
-            sampling,
-            History(tokens, len(tokens)),
-            stop.max_new_tokens,
-            self._cache,
-            completes,
-        )
-        return self._run(decoding)
 
     def _with(self, overrides: Mapping[str, Any]) -> PipelineConfig:
         if not overrides:
@@ -271,6 +341,7 @@ def build_pipeline(
     ------
     ConfigError : a role is unfilled or a class does not fit, before any weight is loaded.
     UnsupportedModelError : a model cannot be verified, or a drafter does not fit the target.
+    DatastoreError : a datastore cannot be opened, before any weight is loaded.
     """
     component_graph(config)
     custom = {
@@ -280,9 +351,12 @@ def build_pipeline(
     loader = loader or Loader(config.backend, dict(models or {}))
     named = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
     loader.check_sources([config.target.model, *named])
-    target = loader.model(config.target.model)
     if tokenizer is not None:
         loader.give_tokenizer(config.target.model, tokenizer)
+    stores = [drafter.path for drafter in config.drafters if isinstance(drafter, DatastoreConfig)]
+    for path in stores:
+        loader.check_datastore(config.target.model, path)
+    target = loader.model(config.target.model)
     watch = Stopwatch()
     drafters: list[Drafter] = []
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
@@ -290,6 +364,9 @@ def build_pipeline(
             model = loader.model(drafter.model)
             loader.check_vocabularies(config.target.model, drafter.model)
             built = build_component("drafter", drafter, TimedModel(model, name, watch))
+        elif isinstance(drafter, DatastoreConfig):
+            loader.check_datastore(config.target.model, drafter.path)
+            built = build_component("drafter", drafter, loader.datastore(drafter.path))
         else:
             built = build_component("drafter", drafter)
         drafters.append(guard(built, name, watch))

@@ -10,7 +10,7 @@ from typing import Any
 
 from treegraft.core.errors import PromptError
 
-__all__ = ["Prompt", "check_text", "parse_ids", "read_prompts", "take_turns"]
+__all__ = ["Prompt", "check_text", "parse_ids", "parse_json", "read_prompts", "take_turns"]
 
 _CONTENT_KEYS = ("turns", "prompt", "text", "ids")
 _ID_KEYS = ("id", "question_id")
@@ -57,11 +57,11 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         # Only "\n" ends a line of JSON; splitlines would also cut at what strings may hold raw.
         lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
         prompts = [
-            _prompt(_json(line, f"{path} line {n}"), f"{path} line {n}", str(n))
+            _prompt(parse_json(line, f"{path} line {n}"), f"{path} line {n}", str(n))
             for n, line in lines[:limit]
         ]
     elif suffix == ".json":
-        entries = _json(text, str(path))
+        entries = parse_json(text, str(path))
         if not isinstance(entries, list):
             raise PromptError(f"{path}: a list of prompts is needed, found {_type(entries)}")
         prompts = [
@@ -119,7 +119,8 @@ def take_turns(prompts: Sequence[Prompt], per_kind: int | None = None) -> list[P
     return [group[i] for i in range(rounds) for group in by_kind.values() if i < len(group)]
 
 
-def _json(text: str, where: str) -> Any:
+def parse_json(text: str, where: str) -> Any:
+    """What ``text`` holds; PromptError in one line that begins with ``where``."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

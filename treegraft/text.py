@@ -62,5 +62,14 @@ class StopStrings:
     def completes(self, token: int) -> bool:
         """Take note of one more token; True if a stop string now stands in the text."""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens[-self._tail :], skip_special_tokens=False)
+        return self._stands_in(self._tokens[-self._tail :])
+
+    def would_end(self, tokens: Sequence[int]) -> bool:
+        """Whether one of ``tokens`` would complete a stop string if they came next."""
+        text = [*self._tokens[-self._tail :], *tokens]
+        ends = range(len(text) - len(tokens) + 1, len(text) + 1)
+        return any(self._stands_in(text[max(0, end - self._tail) : end]) for end in ends)
+
+    def _stands_in(self, tokens: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return any(s in text for s in self._strings)

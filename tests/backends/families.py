@@ -8,7 +8,7 @@ families share the vocabulary, so any of them drafts for any other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,31 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+
+# Seeds whose models write, from the prompts of ``prompt_of``, texts that wander, and in which the
+# first choice leads by more than rounding: what is equal in float32 here is so on any machine.
+SEEDS = {
+    "llama": 1,
+    "qwen2": 11,
+    "qwen3": 0,
+    "mistral": 0,
+    "mixtral": 2,
+    "qwen3-moe": 9,
+    "gemma2": 0,
+    "gemma3": 2,
+    "phi3": 4,
+    "olmo2": 10,
+    "gpt2": 3,
+    "gpt-neox": 7,
+    "opt": 3,
+    "falcon": 4,
+    "gpt-oss": 0,
+    "smollm3": 0,
+    "granite": 0,
+    "cohere2": 1,
+    "llama4": 2,
+    "deepseek-v3": 1,
+}
 
 # Family -> (transformers model type, what differs from _COMMON).
 _RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -179,6 +204,10 @@ def from_config(
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 elif "sinks" in parameter_name:
                     parameter.normal_()
+    return _cast(model, dtype)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped product has no float64 kernel
     return model.to(dtype).eval()
@@ -190,6 +219,49 @@ def _accepted(kind: str) -> set[str]:
     names = set(inspect.signature(type(made).__init__).parameters) | set(vars(made))
     names |= set(getattr(made, "attribute_map", {}))
     return names | {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+def near_copy(
+    name: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    noise: float = 0.03,
+    **changes: Any,
+) -> PreTrainedModel:
+    """``build`` of the same arguments with a little noise on its weights.
+
+    A drafter that is right now and then: at ``noise`` 0.03 of a weight's spread about half of its
+    first guesses are the target's tokens.
+    """
+    model = build(name, seed, **changes)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(11)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
+    return _cast(model, dtype)
+
+
+def shorten_(model: PreTrainedModel, n_positions: int) -> PreTrainedModel:
+    """Let a model address ``n_positions`` only; a learned table is cut, the rest stays as it was."""
+    decoder = model.get_decoder()
+    # opt's table begins with two rows that no position uses.
+    for name, n_rows in (("wpe", n_positions), ("embed_positions", n_positions + 2)):
+        table = getattr(decoder, name, None)
+        if table is not None:
+            table.weight = torch.nn.Parameter(table.weight.detach()[:n_rows].clone())
+    model.config.max_position_embeddings = n_positions
+    return model
+
+
+def prompt_of(length: int) -> list[int]:
+    """A random prompt without the ids that configs call special; one for each length."""
+    dice = torch.Generator().manual_seed(length)
+    return torch.randint(3, VOCAB, (length,), generator=dice).tolist()
+
+
+def varied(tokens: Sequence[int], n_different: int = 5) -> bool:
+    """Whether the second half of a text is no short loop."""
+    return len(set(tokens[len(tokens) // 2 :])) >= n_different
 
 
 def _builder(name: str) -> Callable[[], PreTrainedModel]:

@@ -379,6 +379,27 @@ def test_a_failed_cache_leaves_no_row_count_behind() -> None:
     assert drafter.propose(tree, torch.tensor([ROOT]), 2).tokens.shape == (2, 1)
 
 
+def test_a_cache_that_failed_to_grow_is_not_gone_on_with() -> None:
+    """The smaller cache was handed over to the larger one: what is left of it is not to be used."""
+    session = table_session()
+    drafter, model = session.drafter, session.model
+    opened = model.new_cache
+
+    def fail(n_rows: int, old: Any = None) -> Any:
+        opened(n_rows, old)
+        raise MemoryError
+
+    session.hang(*((ROOT, [token] * 60) for token in range(5)))
+    model.new_cache = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        drafter.score(session.tree)
+    model.new_cache = opened  # type: ignore[method-assign]
+    drafter.begin(Context((1, 2, 3), 3, V, None))
+    session.tree.reset_(3, 64)
+    session.hang((ROOT, [1, 2]))
+    assert_scores_are_those_of_the_paths(session)
+
+
 def test_no_position_gives_no_proposal() -> None:
     session = table_session()
     proposals = session.drafter.propose(session.tree, torch.tensor([], dtype=torch.int64), 3)

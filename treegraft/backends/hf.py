@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from treegraft.backends.adapter import CHUNKED, decide, label_of, refuse_config
 from treegraft.backends.kv import KVSlab
-from treegraft.backends.selftest import allowed_error, tree_error
+from treegraft.backends.selftest import N_POSITIONS, allowed_error, tree_error
 from treegraft.backends.sources import one_line, parse_dtype, reading, resolve
 from treegraft.core.errors import ConfigError, TreegraftError, UnsupportedModelError
 from treegraft.core.language_model import LanguageModel
@@ -219,6 +219,11 @@ class HFLanguageModel(LanguageModel):
             self.report = replace(self.report, vocab_size=self.vocab_size)
 
     def _self_test(self) -> None:
+        room = self.max_positions
+        if room is not None and room < N_POSITIONS:
+            note = f"a context of {room} positions is too short for the self-test"
+            self.report = replace(self.report, notes=(*self.report.notes, note))
+            return
         with self._refusing("a small draft tree"):
             error = tree_error(self, self._plain, self.report)
         allowed = allowed_error(self.report, self.device)

@@ -109,6 +109,8 @@ class ReferenceTree(TreeBackend):
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         n_paths, length = proposals.tokens.shape
+        # Rounded first: what float32 holds as -inf is no score.
+        logprobs = proposals.logprobs.detach().to(torch.float32)
         nodes = torch.full((n_paths, length), -1, dtype=torch.int64)
         above = proposals.positions.tolist()
         for node in above:
@@ -127,7 +129,7 @@ class ReferenceTree(TreeBackend):
                     continue
                 if len(self._lineage(above[i])) - 1 >= self._max_depth:
                     continue
-                score = float(proposals.logprobs[i, step])
+                score = float(logprobs[i, step])
                 score = -math.inf if math.isnan(score) else min(score, 0.0)
                 child = (above[i], token)
                 level[child] = max(level.get(child, -math.inf), score)
@@ -182,7 +184,7 @@ class ReferenceTree(TreeBackend):
 
     def rescore_(self, logprobs: Tensor, source: int) -> None:
         for node in range(1, self.n_nodes):
-            score = float(logprobs[node].to(torch.float32))
+            score = float(logprobs[node].detach().to(torch.float32))
             score = -math.inf if math.isnan(score) else min(score, 0.0)
             self.graph.nodes[node].update(edge=score, scorer=source)
 

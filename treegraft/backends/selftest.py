@@ -15,13 +15,16 @@ from torch import Tensor
 from treegraft.backends.adapter import CHUNKED, SLIDING, AdapterReport
 from treegraft.core.language_model import LanguageModel
 
-__all__ = ["allowed_error", "tree_error"]
+__all__ = ["N_POSITIONS", "allowed_error", "tree_error"]
 
 # Breadth first, so that most nodes stand right after a row they must not see: a model that ignores
 # the mask or counts positions by rows errs on five of the seven nodes.
 _PARENT = (0, 0, 0, 1, 2, 1, 3)
 _DEPTH = (0, 1, 1, 2, 2, 2, 3)
 _KEPT = (0, 2, 4)  # the path that is committed, with two more nodes after it
+N_POSITIONS = 1 + max(_DEPTH) + 1
+"""Positions that the test needs: one token of text, and the tree under it."""
+
 _LONG_WINDOW = 32  # positions; longer windows are not filled by the test's text
 
 

@@ -6,11 +6,13 @@ right (the target verifies) but nothing is ever accepted; such a pair is refused
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Protocol
 
 from treegraft.core.errors import UnsupportedModelError
 
-__all__ = ["Vocabulary", "check_vocabularies"]
+__all__ = ["Vocabulary", "check_vocabularies", "fingerprint"]
 
 
 class Vocabulary(Protocol):
@@ -68,6 +70,12 @@ def check_vocabularies(
             "use a drafter with the target's vocabulary"
         )
     return min(target_vocab, drafter_vocab)
+
+
+def fingerprint(tokenizer: Vocabulary) -> str:
+    """SHA-256 in hex of the tokens and their ids: equal where ids mean the same."""
+    tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode("ascii")).hexdigest()
 
 
 def _first_difference(

@@ -157,7 +157,7 @@ class Check:
     rounding_units : gap that is excused, in units of eps * magnitude (choice.py); 0 if none is.
     n_tokens : new tokens asked for per text. temperature : of the seeded mode.
     report, drafter_reports : what the adapter decided; None or left out for models of one's own.
-    verdicts : one per prompt and mode.
+    verdicts : one per prompt and mode. skipped : modes that were left out, and why.
     """
 
     config: PipelineConfig
@@ -168,6 +168,7 @@ class Check:
     report: AdapterReport | None
     drafter_reports: dict[str, AdapterReport]
     verdicts: tuple[TextVerdict, ...]
+    skipped: dict[str, str]
 
     @property
     def passed(self) -> bool:
@@ -222,6 +223,7 @@ class Check:
                 "ties": self.n_ties,
             },
             "texts": [v.as_dict() for v in self.verdicts],
+            "skipped": self.skipped,
             "adapter": None if self.report is None else _plain(self.report),
             "drafter_adapters": {n: _plain(r) for n, r in self.drafter_reports.items()},
             "config": self.config.model_dump(mode="json"),
@@ -274,6 +276,16 @@ def check_lossless(
     starts = [_encode(plain, prompt) for prompt in prompts]
     temperature = config.sampling.temperature or 1.0
     modes: dict[Mode, float] = {"greedy": 0.0, "seeded": temperature}
+    heated = config.sampling.model_copy(update={"temperature": temperature})
+    skipped = {}
+    if not config.model_copy(update={"sampling": heated}).same_tokens:
+        del modes["seeded"]
+        skipped["seeded"] = (
+            f"verifier {config.verifier.kind!r} keeps the law of sampled texts and not their "
+            "tokens, so there are none to compare"
+        )
+    for heat in modes.values():
+        _refuse_state(plain.sampling(starts[0], temperature=heat))
     verdicts: list[TextVerdict] = []
     for prompt, start in zip(prompts, starts, strict=True):
         for mode, heat in modes.items():
@@ -295,7 +307,17 @@ def check_lossless(
         report=adapter_report(plain.target),
         drafter_reports=reports,
         verdicts=tuple(verdicts),
+        skipped=skipped,
     )
+
+
+def _refuse_state(sampling: Sampling) -> None:
+    """ConfigError for a logits processor whose answer at a place cannot be asked for again."""
+    if sampling.processors is not None and sampling.processors.stateful:
+        raise ConfigError(
+            f"logits processor {sampling.processors.stateful[0].name!r} may keep state from call "
+            "to call, so a check cannot ask it about single places"
+        )
 
 
 def _encode(pipeline: Pipeline, prompt: Prompt) -> list[int]:
@@ -316,7 +338,7 @@ def _judge(
 ) -> TextVerdict:
     """Decode one text and go through it. Both pipelines share target, sampling and stop rules."""
     found, origins, notices = _drafted(drafted, start, temperature)
-    sampling = Sampling(**(plain.config.sampling.model_dump() | {"temperature": temperature}))
+    sampling = plain.sampling(start, temperature=temperature)
     n_expected = n_tokens
     if plain.target.max_positions is not None:
         n_expected = min(n_tokens, plain.target.max_positions - len(start))

@@ -81,17 +81,22 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """The figures of one arm over all prompts; ``differences`` are against the baseline."""
+    """The figures of one arm over all prompts; ``differences`` are against the baseline.
+
+    ``same_law``: its texts and the baseline's have one law but need not have the same tokens, so
+    there is nothing to compare.
+    """
 
     name: str
     statistics: Statistics
     ratio: Ratio
     differences: tuple[Difference, ...]
+    same_law: bool = False
 
     @property
-    def identical(self) -> bool:
-        """Whether every token equals the baseline's."""
-        return not self.differences
+    def identical(self) -> bool | None:
+        """Whether every token equals the baseline's; None if that is not to be expected."""
+        return None if self.same_law else not self.differences
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -139,10 +144,14 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was measured; ``arms`` in the order given, the first is the baseline."""
+    """What was measured; ``arms`` in the order given, the first is the baseline.
+
+    ``same_law`` : arms whose tokens need not be the baseline's (``PipelineConfig.same_tokens``).
+    """
 
     arms: tuple[str, ...]
     runs: tuple[Run, ...]
+    same_law: frozenset[str] = frozenset()
 
     @property
     def n_prompts(self) -> int:
@@ -160,7 +169,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether every arm emitted the baseline's tokens on every prompt."""
+        """Whether every arm that must have emitted the baseline's tokens on every prompt did."""
         return all(not self.differences(arm) for arm in self.arms)
 
     def statistics(self, arm: str) -> Statistics:
@@ -186,8 +195,13 @@ class Comparison:
         return tokens_per_second(arm) / max(tokens_per_second(self.arms[0]), 1e-9)
 
     def differences(self, arm: str) -> tuple[Difference, ...]:
-        """The first difference of each run from the baseline's first run on the same prompt."""
+        """The first difference of each run from the baseline's first run on the same prompt.
+
+        None for arms of ``same_law``.
+        """
         found: list[Difference] = []
+        if arm in self.same_law:
+            return ()
         expected: list[int] = []
         for run in self.runs:
             if run.repeat == 0:
@@ -201,7 +215,10 @@ class Comparison:
 
     def summary(self, arm: str) -> ArmSummary:
         """Everything about one arm."""
-        return ArmSummary(arm, self.statistics(arm), self.ratio(arm), self.differences(arm))
+        differences = self.differences(arm)
+        return ArmSummary(
+            arm, self.statistics(arm), self.ratio(arm), differences, arm in self.same_law
+        )
 
     def summaries(self) -> list[ArmSummary]:
         """Everything about every arm, in order."""
@@ -298,4 +315,6 @@ def compare(
             runs.append(Run(prompt, r, {name: generations[name] for name in names}))
             if on_run is not None:
                 on_run(runs[-1])
-    return Comparison(names, tuple(runs))
+    exact = {name: pipeline.config.same_tokens for name, pipeline in pipelines.items()}
+    other = {name for name in names[1:] if not (exact[name] and exact[names[0]])}
+    return Comparison(names, tuple(runs), frozenset(other))

@@ -41,6 +41,17 @@ DEMO_SCHEDULERS: dict[str, dict[str, Any]] = {
 }
 """Who drafts in which layer, in the configurations that draft."""
 
+DEMO_DRAWN: dict[str, Any] = {
+    "drafters": [
+        {"kind": "ngram"},
+        {"kind": "lm", "model": "zoo:small", "children": "sample"},
+    ],
+    "builder": {"kind": "layered", "depth": 4, "width": 1, "budget": 4},
+    "scheduler": {"kind": "always"},
+    "verifier": {"kind": "ledger"},
+}
+"""One more way where tokens are sampled: a chain of draws. Its texts have the law of plain ones."""
+
 PLAIN = "plain"
 _PER_KIND = 3
 _MAX_SECONDS = 55.0
@@ -76,7 +87,10 @@ class Demo:
 def demo_configs(
     temperature: float = 0.0, seed: int = 0, max_new_tokens: int = _MOST_TOKENS
 ) -> dict[str, PipelineConfig]:
-    """The four configurations, plain decoding first; they differ in the drafting alone."""
+    """The configurations, plain decoding first; they differ in the drafting alone.
+
+    Above temperature 0 there is one more, which draws its tree (``DEMO_DRAWN``).
+    """
     rooms = {
         "sampling": {"temperature": temperature, "seed": seed},
         "stop": {"max_new_tokens": max_new_tokens},
@@ -86,6 +100,8 @@ def demo_configs(
         name: parse_config(DEMO_SETTINGS | rooms | {"scheduler": scheduler})
         for name, scheduler in DEMO_SCHEDULERS.items()
     }
+    if temperature > 0.0:
+        drafting["drawn"] = parse_config(DEMO_SETTINGS | rooms | DEMO_DRAWN)
     return {PLAIN: plain, **drafting}
 
 
@@ -165,5 +181,10 @@ def run_demo(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "mixed": pipelines["mixed"].config.model_dump(mode="json"),
+        **{
+            name: pipelines[name].config.model_dump(mode="json")
+            for name in ("drawn",)
+            if name in pipelines
+        },
     }
     return Demo(comparison, settings)

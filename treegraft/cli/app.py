@@ -19,6 +19,7 @@ import typer
 from treegraft import __version__
 from treegraft.cli.check import check
 from treegraft.cli.compare import compare
+from treegraft.cli.datastore import datastore
 from treegraft.cli.demo import demo
 from treegraft.cli.describe import components, describe, schema
 from treegraft.cli.generate import generate
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 for _command in (demo, generate, compare, check, describe, components, schema):
     app.command()(_command)
+app.add_typer(datastore, name="datastore")
 
 
 @app.callback(invoke_without_command=True)

@@ -97,6 +97,8 @@ def _print(result: Check) -> None:
         f"drafted: {result.count('equal')} texts equal, {result.count('tie')} with ties "
         f"({result.n_ties} tokens), {result.count('fault')} faults"
     )
+    for mode, reason in result.skipped.items():
+        note(f"{mode} texts were not checked: {reason}")
     if result.passed and not result.n_accepted:
         note("no drafted token was accepted on these prompts, so little was put to the test")
 

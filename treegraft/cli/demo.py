@@ -39,9 +39,10 @@ def demo(
     ] = 3,
     as_json: Json = False,
 ) -> None:
-    """Shipped models on shipped prompts, four ways.
+    """Shipped models on shipped prompts, four ways (five if sampled).
 
-    Plain decoding, and three schedules of the same two drafters, take turns on every prompt.
+    Plain decoding, and three schedules of the same two drafters, take turns on every prompt; above
+    temperature 0 also a chain of draws.
 
     Streams one completion, then prints speeds and whether all tokens were identical; exits 1 if
     one differs. Takes about a minute at most: when time runs out, fewer prompts are decoded.
@@ -55,7 +56,7 @@ def demo(
         choose_threads(pipelines["plain"], prompts[0])
     if not as_json:
         _stream(pipelines["mixed"], max_new_tokens or _STREAMED_TOKENS)
-    with progress("four ways of decoding", len(prompts)) as tick:
+    with progress("ways of decoding", len(prompts)) as tick:
         result = run_demo(pipelines, prompts, max_new_tokens, on_run=tick)
     n = result.comparison.n_prompts
     if n < len(prompts):
@@ -89,11 +90,17 @@ def _print(result: Demo) -> None:
     for line in slower_in_words(comparison):
         print(line)
     if comparison.identical:
-        n_tokens = sum(s.statistics.new_tokens for s in comparison.summaries()[1:])
+        same = [s for s in comparison.summaries()[1:] if not s.same_law]
+        n_tokens = sum(s.statistics.new_tokens for s in same)
         print(
             f"All {n_tokens} drafted tokens are identical to plain decoding "
-            f"({comparison.n_prompts} prompts, {len(comparison.arms) - 1} schedules)."
+            f"({comparison.n_prompts} prompts, {len(same)} schedules)."
         )
+        for arm in sorted(comparison.same_law):
+            print(
+                f"{arm} draws its tree: its texts have the law of plain ones, not their tokens "
+                "(docs/losslessness.md)."
+            )
     for summary in comparison.summaries():
         for d in summary.differences:
             stderr().print(

@@ -83,11 +83,18 @@ def schema(as_json: Json = False) -> None:
 
 def _components() -> dict[str, Any]:
     from treegraft.components import ROLES
-    from treegraft.config import BackendConfig, SamplingConfig, StopConfig, TargetConfig
+    from treegraft.config import (
+        BackendConfig,
+        ProcessorsConfig,
+        SamplingConfig,
+        StopConfig,
+        TargetConfig,
+    )
 
     settings: dict[str, type[BaseModel]] = {
         "target": TargetConfig,
         "sampling": SamplingConfig,
+        "sampling.processors": ProcessorsConfig,
         "stop": StopConfig,
         "backend": BackendConfig,
     }

@@ -27,7 +27,8 @@ Drafters = Annotated[
     list[str] | None,
     typer.Option(
         "--drafter",
-        help="A kind (ngram), a model, or package.module:Class; repeat, cheapest first.",
+        help="A kind (ngram), datastore:DIR, a model, or package.module:Class; repeat, cheapest "
+        "first.",
     ),
 ]
 SchedulerName = Annotated[
@@ -170,6 +171,13 @@ def _drafter(text: str) -> dict[str, Any]:
     from treegraft.core.errors import ConfigError
 
     kinds = ROLES["drafter"].builtin
+    kind, _, path = text.partition(":")
+    if kind == "datastore":
+        if not path:
+            raise ConfigError(
+                f"--drafter {text} needs a folder: datastore:DIR, made by treegraft datastore build"
+            )
+        return {"kind": kind, "path": path}
     if text in kinds:
         needed = [n for n, field in kinds[text][0].model_fields.items() if field.is_required()]
         if needed:

@@ -69,7 +69,7 @@ def _speed(summaries: list[ArmSummary], base: str) -> Table:
             f"{s.statistics.mean_accepted_length:.2f}",
             str(s.statistics.new_tokens),
             str(s.statistics.target_calls),
-            "identical" if s.identical else f"DIFFER in {n} texts",
+            "same law" if s.same_law else "identical" if s.identical else f"DIFFER in {n} texts",
         )
     return table
 

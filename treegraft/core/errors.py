@@ -34,3 +34,11 @@ class PolicyError(TreegraftError):
 
 class DrafterError(TreegraftError):
     """A drafter raised, or returned something that is no valid proposal; names the drafter."""
+
+
+class ProcessorError(TreegraftError):
+    """A logits processor raised, returned no row of logits, or left no token; names its class."""
+
+
+class DatastoreError(TreegraftError):
+    """A corpus cannot be read, or a datastore written, opened or used; names the file."""

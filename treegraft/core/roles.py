@@ -310,7 +310,16 @@ class Scheduler(ABC):
 
 
 class Verifier(ABC):
-    """Decides which path of the tree is committed."""
+    """Decides which path of the tree is committed.
+
+    Attributes
+    ----------
+    in_text_order : it asks for the target's distribution at the places of the text one by one, each
+        once, and commits what it asked about: what a logits processor that keeps state needs. Where
+        False, such processors are refused.
+    """
+
+    in_text_order: bool = False
 
     @abstractmethod
     def verdict(self, tree: TokenTree, target: TargetDistribution) -> Verdict:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treegraft.core.processors import Place, Processors
 from treegraft.core.tree import TokenTree
 
 
@@ -26,7 +27,7 @@ class Sampling:
     """How the next token is taken from the target's logits; None or the neutral value is off.
 
     The order is that of transformers' ``generate``: repetition penalty, no EOS before
-    ``min_new_tokens``, temperature, top-k, top-p, min-p.
+    ``min_new_tokens``, temperature, top-k, top-p, min-p, with ``processors`` in between.
 
     Attributes
     ----------
@@ -36,6 +37,7 @@ class Sampling:
     likeliest one's probability. repetition_penalty : divide positive and multiply negative logits
     of every token that stands in the text before (prompt included). seed : key of the noise.
     min_new_tokens : EOS is masked until so many tokens were produced. eos : its ids.
+    processors : rules of transformers and of the user, for this text alone.
     """
 
     temperature: float = 0.0
@@ -46,6 +48,7 @@ class Sampling:
     seed: int = 0
     min_new_tokens: int = 0
     eos: tuple[int, ...] = ()
+    processors: Processors | None = None
 
 
 TOKENS, COINS, DRAWS = 0, 1, 2
@@ -108,6 +111,7 @@ class History:
     tokens: list[int]
     n_prompt: int
     _seen: Tensor | None = None
+    _ids: Tensor | None = None
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append committed tokens."""
@@ -123,6 +127,13 @@ class History:
             self._seen[self.tokens] = True
         return self._seen
 
+    def ids(self, path: Sequence[int], device: torch.device) -> Tensor:
+        """int64 [1, n]: the text and ``path`` after it, in memory of its own."""
+        old = self._ids if self._ids is not None else torch.empty(0, dtype=torch.int64)
+        new = torch.tensor(self.tokens[old.shape[0] :], dtype=torch.int64, device=device)
+        self._ids = torch.cat([old.to(device), new])
+        return torch.cat([self._ids, torch.tensor(path, dtype=torch.int64, device=device)])[None]
+
 
 def process(
     logits: Tensor, sampling: Sampling, history: History, path: Sequence[int] = ()
@@ -136,30 +147,86 @@ def process(
 
     Returns
     -------
-    float [V] logits, -inf where a token is excluded. One entry at least is finite unless ``eos``
-    covers the vocabulary before ``min_new_tokens``.
+    float [V] logits, -inf where a token is excluded; float32 after other people's processors, which
+    rely on what transformers hands them. One entry at least is finite unless ``eos`` covers the
+    vocabulary before ``min_new_tokens``.
+
+    Raises
+    ------
+    ProcessorError : one of ``sampling.processors`` failed, or they exclude every token.
     """
-    if sampling.repetition_penalty != 1.0:
-        seen = history.seen(logits.shape[-1])
-        if path:
-            seen = seen.clone()
-            seen[list(path)] = True
-        penalised = torch.where(
-            logits < 0,
-            logits * sampling.repetition_penalty,
-            logits / sampling.repetition_penalty,
-        )
-        logits = torch.where(seen.to(logits.device), penalised, logits)
+    if sampling.processors is not None:
+        return _process_with(sampling.processors, logits, sampling, history, path)
+    logits = _penalise(logits, sampling, history, path)
+    logits = _withhold_end(logits, sampling, history, path)
+    if sampling.temperature == 0.0:
+        return logits
+    return _truncate(logits, _scale(logits, sampling), sampling)
+
+
+def _process_with(
+    processors: Processors,
+    logits: Tensor,
+    sampling: Sampling,
+    history: History,
+    path: Sequence[int],
+) -> Tensor:
+    """The same with other people's processors where ``generate`` has them."""
+    processors.visit(history.tokens, path)
+    ids = history.ids(path, logits.device)
+
+    def apply(place: Place, row: Tensor) -> Tensor:
+        return processors.apply(place, ids, row[None])[0]
+
+    # A copy, as theirs: a processor may write to what it is given, and the target's rows are read
+    # again for the drafters.
+    row = apply(Place.BEFORE_PENALTY, logits.to(torch.float32, copy=True))
+    row = apply(Place.AFTER_PENALTY, _penalise(row, sampling, history, path))
+    row = apply(Place.AFTER_MINIMUM, _withhold_end(row, sampling, history, path))
+    sampled = sampling.temperature != 0.0
+    processors.check_open(ids, logits, row, sampled)
+    if sampled:
+        scaled = apply(Place.AFTER_TEMPERATURE, _scale(row, sampling))
+        raw = row.masked_fill(scaled.isneginf(), -torch.inf)
+        row = apply(Place.AFTER_MIN_P, _truncate(raw, scaled, sampling))
+    row = apply(Place.LAST, row)
+    processors.check_open(ids, logits, row, sampled)
+    return row
+
+
+def _penalise(logits: Tensor, sampling: Sampling, history: History, path: Sequence[int]) -> Tensor:
+    if sampling.repetition_penalty == 1.0:
+        return logits
+    seen = history.seen(logits.shape[-1])
+    if path:
+        seen = seen.clone()
+        seen[list(path)] = True
+    penalised = torch.where(
+        logits < 0,
+        logits * sampling.repetition_penalty,
+        logits / sampling.repetition_penalty,
+    )
+    return torch.where(seen.to(logits.device), penalised, logits)
+
+
+def _withhold_end(
+    logits: Tensor, sampling: Sampling, history: History, path: Sequence[int]
+) -> Tensor:
     n_new = len(history.tokens) - history.n_prompt + len(path)
     if n_new < sampling.min_new_tokens and sampling.eos:
         logits = logits.clone()
         logits[list(sampling.eos)] = -torch.inf
-    if sampling.temperature == 0.0:
-        return logits
-    raw = logits
+    return logits
+
+
+def _scale(raw: Tensor, sampling: Sampling) -> Tensor:
     # Subtracting the maximum first keeps a tiny temperature from overflowing; below 1e-30 nothing
     # changes any more, and float32 would round the temperature itself to 0.
-    logits = (raw - raw.max()) / max(sampling.temperature, 1e-30)
+    return (raw - raw.max()) / max(sampling.temperature, 1e-30)
+
+
+def _truncate(raw: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
+    """Top-k, top-p and min-p of ``logits``, which are ``raw`` after the temperature."""
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         # On the raw logits: the subtraction rounds, and would make ties of close ones.
         floor = raw.topk(sampling.top_k).values[-1]
@@ -192,10 +259,25 @@ class TargetDistribution:
     sampling: Sampling
     history: History
     noise: Noise
+    _rows: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def processed(self, index: int) -> Tensor:
-        """float [V] logits after node ``index`` under the sampling settings, unnormalised."""
-        return process(self.logits[index], self.sampling, self.history, self.tree.path(index))
+        """float [V] logits after node ``index`` under the sampling settings, unnormalised.
+
+        Not to be written to. Below a token that ends the text, which nobody commits, other people's
+        processors are not asked, and the row is the raw one.
+        """
+        path = self.tree.path(index)
+        processors = self.sampling.processors
+        if processors is None:
+            return process(self.logits[index], self.sampling, self.history, path)
+        # Kept, because a processor is asked about a place only once.
+        if index not in self._rows:
+            row = self.logits[index]
+            if not processors.ended(path, self.sampling.eos):
+                row = process(row, self.sampling, self.history, path)
+            self._rows[index] = row
+        return self._rows[index]
 
     def position(self, index: int) -> int:
         """Place in the text of the token that follows node ``index``."""

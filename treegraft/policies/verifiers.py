@@ -48,6 +48,8 @@ class WalkVerifier(Verifier):
     decoding whatever the tree holds.
     """
 
+    in_text_order = True
+
     def __init__(self, config: WalkConfig) -> None:
         del config
 

@@ -128,8 +128,9 @@ class LmDrafter(ScoringDrafter):
         if n_rows > self._n_rows:
             # Rows grow by half, so that a tree which keeps growing copies the cache rarely.
             n_rows = max(n_rows, self._n_rows * 3 // 2)
-            self._cache = self._model.new_cache(n_rows, self._cache)
-            self._n_rows = n_rows
+            # Let go of the old cache first: should the new one fail, it is not to be used again.
+            old, self._cache, self._n_rows = self._cache, None, 0
+            self._cache, self._n_rows = self._model.new_cache(n_rows, old), n_rows
 
     def observe(self, commit: Commit) -> None:
         self._clean_cache()

@@ -1,0 +1,342 @@
+"""Hypothesis strategies for whole pipelines: models, a config that fits them, and a prompt.
+
+``PARTS`` holds a strategy for every kind of every role; a new kind is one more line there. What a
+part must know about its pipeline to be drawn so that it fits is in ``Room``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from table_models import (
+    hashed_model,
+    holed_model,
+    looping_model,
+    mixed_model,
+    tied_model,
+)
+from torch import Tensor
+from toy_tokenizers import PieceTokenizer
+
+from treegraft.backends.reference import plain_tokens
+from treegraft.core.language_model import LanguageModel
+from treegraft.core.sampling import Sampling
+
+Options = dict[str, Any]
+LogitsAfter = Callable[[Sequence[int]], Tensor]
+
+PIECES = ("a", "b", "ab", "c", " ", "", "ba", "é", "cc")
+STRINGS = ("ab", "ba", "cc", "a b", "é", "<5>", "bbb", "aéb")
+SEEDS = st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the parts of one pipeline are drawn to fit.
+
+    ``models`` by the names that configs use, the target's being ``target``; ``after`` gives the
+    target's logits after a whole text; ``argmax_key`` the seed and order of ``hashed_model`` if the
+    target's likeliest tokens are those of one.
+    """
+
+    vocab: int
+    models: Mapping[str, LanguageModel]
+    after: LogitsAfter = field(repr=False)
+    argmax_key: tuple[int, int] | None = None
+    n_drafters: int = 0
+    depth: int = 0
+    width: int = 1
+
+    @property
+    def limit(self) -> int | None:
+        return self.models["target"].max_positions
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and a prompt, with the models that both are about."""
+
+    config: Options
+    room: Room
+    prompt: list[int]
+
+    @property
+    def refused(self) -> bool:
+        """Whether the prompt leaves no room for a new token."""
+        return self.room.limit is not None and len(self.prompt) >= self.room.limit
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tokens, and not only their law, are those of plain decoding."""
+        greedy = self.config["sampling"]["temperature"] == 0.0
+        return greedy or self.config["verifier"]["kind"] in COUPLED
+
+
+def options(kind: str, **optional: st.SearchStrategy[Any]) -> st.SearchStrategy[Options]:
+    """A config of ``kind`` that gives some of its options and leaves the rest to the defaults."""
+    return st.fixed_dictionaries({"kind": st.just(kind)}, optional=optional)
+
+
+def own(kind: str, **params: st.SearchStrategy[Any]) -> st.SearchStrategy[Options]:
+    """A class by import path, with all of ``params``."""
+    given = st.fixed_dictionaries(params)
+    return st.fixed_dictionaries({"kind": st.just(kind), "params": given})
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def ngram(room: Room) -> st.SearchStrategy[Options]:
+    n = st.integers(1, 5)
+    lengths = st.tuples(n, n).map(sorted)
+    return st.builds(
+        lambda ns, length: {"kind": "ngram", "min_n": ns[0], "max_n": ns[1], "length": length},
+        lengths,
+        st.integers(1, 7),
+    )
+
+
+def lm(room: Room) -> st.SearchStrategy[Options]:
+    required = {"kind": st.just("lm"), "model": st.sampled_from(sorted(room.models))}
+    return st.fixed_dictionaries(required, optional={"read_ahead": st.integers(0, 9)})
+
+
+def oracle(room: Room, kind: str) -> st.SearchStrategy[Options]:
+    """A drafter that knows the greedy target, as far as a hashed model can."""
+    seed, order = room.argmax_key or (0, 2)
+    known = {"seed": st.just(seed), "order": st.just(order), "vocab_size": st.just(room.vocab)}
+    return own(f"adversarial_drafters:{kind}", **known)
+
+
+def script(room: Room, kind: str) -> st.SearchStrategy[Options]:
+    """Any paths with any score; more paths than were asked for would be refused."""
+    path = st.lists(st.integers(-2, room.vocab + 1), max_size=7)
+    return own(
+        f"adversarial_drafters:{kind}",
+        paths=st.lists(path, max_size=min(room.width, 5)),
+        score=st.floats(allow_nan=True, width=32),
+    )
+
+
+def fixed(room: Room) -> st.SearchStrategy[Options]:
+    if not room.n_drafters or not room.depth:
+        return st.nothing()
+    numbers = st.integers(0, room.n_drafters - 1)
+    # By name or by number.
+    calls = st.one_of(numbers, numbers.map(lambda i: f"d{i}"))
+    listed = st.lists(calls, min_size=1, max_size=room.depth)
+    return st.fixed_dictionaries({"kind": st.just("fixed"), "calls": listed})
+
+
+SHAPE = {
+    "depth": st.sampled_from([3, 5, 6, 4, 2, 1, 0]),
+    "width": st.one_of(st.integers(2, 5), st.integers(1, 12)),
+    "budget": st.one_of(st.integers(4, 24), st.integers(0, 8)),
+}
+
+PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
+    "drafter": {
+        "ngram": ngram,
+        "lm": lm,
+        "adversarial_drafters:AlwaysRight": lambda room: oracle(room, "AlwaysRight"),
+        "adversarial_drafters:AlwaysWrong": lambda room: oracle(room, "AlwaysWrong"),
+        "adversarial_drafters:Scripted": lambda room: script(room, "Scripted"),
+        "adversarial_drafters:ScriptedScorer": lambda room: script(room, "ScriptedScorer"),
+    },
+    "builder": {
+        "layered": lambda room: options("layered", **SHAPE),
+        "whimsical_parts:WhimsicalBuilder": lambda room: own(
+            "whimsical_parts:WhimsicalBuilder", seed=SEEDS, **SHAPE
+        ),
+    },
+    "graft": {
+        "treegraft": lambda room: options(
+            "treegraft", lookback=st.integers(0, 6), revisit=st.booleans()
+        ),
+        "whimsical_parts:WhimsicalGraft": lambda room: own(
+            "whimsical_parts:WhimsicalGraft", seed=SEEDS
+        ),
+    },
+    "scheduler": {
+        "never": lambda room: options("never"),
+        "always": lambda room: options("always"),
+        "fixed": fixed,
+        "whimsical_parts:WhimsicalScheduler": lambda room: own(
+            "whimsical_parts:WhimsicalScheduler", seed=SEEDS
+        ),
+    },
+    "verifier": {"walk": lambda room: options("walk")},
+}
+COUPLED = frozenset({"walk"})
+"""Verifiers whose sampled tokens are those of plain sampling, and not only equal in law."""
+
+
+def part(role: str, room: Room) -> st.SearchStrategy[Options]:
+    """Any kind of a role, a built-in one about twice as often as one by import path."""
+    kinds = [kind for kind in PARTS[role] for _ in range(1 if ":" in kind else 2)]
+    return st.one_of([PARTS[role][kind](room) for kind in kinds])
+
+
+# --- sampling and stops ---------------------------------------------------------------------------
+
+TEMPERATURES = st.one_of(
+    st.just(0.0), st.sampled_from([5e-324, 1e-30, 1e-4, 100.0]), st.floats(0.5, 2.0)
+)
+SAMPLING = st.fixed_dictionaries(
+    {"temperature": TEMPERATURES},
+    optional={
+        "seed": SEEDS,
+        "top_k": st.one_of(st.none(), st.integers(1, 12)),
+        "top_p": st.one_of(st.none(), st.floats(0.0, 1.0, exclude_min=True)),
+        "min_p": st.one_of(st.none(), st.floats(0.0, 1.0)),
+        "repetition_penalty": st.one_of(st.just(1.0), st.floats(0.5, 3.0), st.just(100.0)),
+    },
+)
+
+
+@st.composite
+def stops(draw: st.DrawFn, room: Room) -> Options:
+    most = draw(st.sampled_from([24, 40, 30, 17, 8, 5, 3, 2, 1]))
+    ids = st.integers(0, room.vocab - 1)
+    # Most texts go on for a while: an end at a random token comes soon.
+    kind = draw(st.sampled_from(["null", "none", "null", "none", "one", "several"]))
+    several = st.lists(ids, unique=True, max_size=room.vocab)
+    listed = {"null": st.none(), "none": st.just([]), "one": ids.map(lambda i: [i])}
+    eos = draw(listed.get(kind, several))
+    # Where every token ends the text, none can be left for a while.
+    all_end = len(eos or ()) == room.vocab
+    n_strings = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    return {
+        "max_new_tokens": most,
+        "min_new_tokens": 0 if all_end else draw(st.one_of(st.just(0), st.integers(0, most))),
+        "eos": eos,
+        "strings": draw(st.lists(st.sampled_from(STRINGS), min_size=n_strings, max_size=n_strings)),
+    }
+
+
+@st.composite
+def prompts(draw: st.DrawFn, room: Room) -> list[int]:
+    """Mostly short; else up to, at and past the limit of the target or of a drafter."""
+    limits = {model.max_positions for model in room.models.values()} - {None}
+    lengths = [st.integers(1, 8), st.integers(1, 8), st.integers(1, 40)]
+    lengths += [st.integers(max(1, limit - 9), limit + 2) for limit in sorted(limits)]
+    length = draw(st.one_of(lengths))
+    # A short text over and over, so that look-ups find something.
+    start = draw(st.lists(st.integers(0, room.vocab - 1), min_size=1, max_size=min(length, 9)))
+    return (start * length)[:length]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def table_rooms(draw: st.DrawFn) -> Room:
+    """A target that is a table, and drafters that agree with it in everything, mostly or never."""
+    vocab = draw(st.integers(1, len(PIECES)))
+    seed, order = draw(st.integers(0, 5)), draw(st.sampled_from([1, 2, 7]))
+    target = hashed_model(vocab, seed, order, draw(st.sampled_from([0.5, 3.0, 9.0])))
+    form = draw(st.sampled_from(["hashed", "hashed", "tied", "holed", "looping"]))
+    if form == "tied":
+        target = tied_model(target)
+    elif form == "holed":
+        target = holed_model(target)
+    elif form == "looping":
+        loop = draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6))
+        target = looping_model(loop, vocab)
+    other = hashed_model(vocab, draw(st.integers(10, 20)))
+    near = mixed_model(target, other, draw(st.sampled_from([0.1, 0.3, 0.5])))
+    short = replace(near, name="short", max_positions=draw(st.integers(1, 24)))
+    brief = replace(target, name="brief", max_positions=draw(st.integers(1, 24)))
+    target.max_positions = draw(st.one_of(st.none(), st.none(), st.integers(2, 48)))
+    models = {"target": target, "near": near, "far": other, "short": short, "brief": brief}
+    return Room(vocab, models, target.logits, (seed, order) if form == "hashed" else None)
+
+
+HF_TARGETS = ("llama", "gpt2", "gemma3")
+"""Rotary embeddings, learned positions that end at the limit, and windows."""
+HF_LIMIT = 40
+
+
+@cache
+def hf_room(family: str) -> Room:
+    """The tiny float64 model of a family, with a near copy, another family and a short context."""
+    from backends.families import build
+
+    from treegraft.backends.hf import HFLanguageModel
+
+    def made(name: str, seed: int, limit: int = HF_LIMIT) -> Any:
+        tokens = {"vocab_size": len(PIECES), "bos_token_id": None, "eos_token_id": None}
+        return build(name, seed, torch.float64, max_position_embeddings=limit, **tokens)
+
+    target, near = made(family, 0), made(family, 0)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for weight in near.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            weight += 0.03 * noise * weight.std()
+    other = HF_TARGETS[HF_TARGETS.index(family) - 1]
+    models = {
+        "target": HFLanguageModel(target, name="target"),
+        "near": HFLanguageModel(near, name="near", self_test=False),
+        "far": HFLanguageModel(made(other, 3), name="far", self_test=False),
+        "short": HFLanguageModel(made("gpt2", 4, limit=20), name="short", self_test=False),
+    }
+
+    @lru_cache(maxsize=4096)
+    def after(text: tuple[int, ...]) -> Tensor:
+        # The model alone: one full causal forward, without our cache or masks.
+        with torch.no_grad():
+            return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+    return Room(len(PIECES), models, lambda text: after(tuple(text)))
+
+
+HF_ROOMS = st.sampled_from(HF_TARGETS).map(hf_room)
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
+    """A pipeline of any parts with any settings, and a prompt for it."""
+    room = draw(rooms)
+    builder = draw(part("builder", room))
+    shape = {"depth": 5, "width": 10} | builder.get("params", builder)
+    room = replace(room, depth=shape["depth"], width=shape["width"])
+    room = replace(room, n_drafters=draw(st.sampled_from([2, 1, 3, 4, 0])))
+    drafters = [draw(part("drafter", room)) for _ in range(room.n_drafters)]
+    config = {
+        "target": {"model": "target"},
+        "drafters": [{**drafter, "name": f"d{i}"} for i, drafter in enumerate(drafters)],
+        "builder": builder,
+        **{role: draw(part(role, room)) for role in ("graft", "scheduler", "verifier")},
+        "sampling": draw(SAMPLING),
+        "stop": draw(stops(room)),
+        "backend": {"kind": draw(st.sampled_from(["tensor", "tensor", "reference"]))},
+    }
+    return Case(config, room, draw(prompts(room)))
+
+
+def plain_end(case: Case) -> tuple[list[int], str]:
+    """Tokens and finish reason of decoding without any of our parts, stop strings searched after.
+
+    The oracle: ``plain_tokens`` asks the target about whole texts, one token at a time.
+    """
+    stop = case.config["stop"]
+    eos, most = tuple(stop["eos"] or ()), stop["max_new_tokens"]
+    room = most if case.room.limit is None else min(most, case.room.limit - len(case.prompt))
+    sampling = Sampling(**case.config["sampling"], min_new_tokens=stop["min_new_tokens"], eos=eos)
+    tokens = plain_tokens(case.room.after, case.prompt, room, sampling)
+    decode = PieceTokenizer(PIECES).decode
+    for k in range(1, len(tokens) + 1):
+        if tokens[k - 1] in eos:
+            return tokens[:k], "eos"
+        if any(string in decode(tokens[:k]) for string in stop["strings"]):
+            return tokens[:k], "stop_string"
+    return tokens, "length" if len(tokens) == most else "context_limit"
