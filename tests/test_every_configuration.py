@@ -24,7 +24,7 @@ from treegraft.components import ROLES
 from treegraft.config import parse_config
 from treegraft.core.errors import PromptError, TreegraftError
 from treegraft.core.roles import ScoringDrafter
-from treegraft.core.stats import Generation, Statistics
+from treegraft.core.stats import NODE_COUNTS, Generation, Statistics
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.drafters.lm import LmDrafter
 
@@ -39,7 +39,8 @@ def pipeline(case: Case, **changes: Any) -> Pipeline:
 def counts(result: Generation) -> list[Any]:
     """Everything of the steps but the seconds."""
     return [
-        (step.n_new, step.n_path, step.n_tree, step.calls, step.drafted, step.kept, step.accepted)
+        (step.n_new, step.n_path, step.n_tree, step.calls)
+        + tuple(getattr(step, name) for name in NODE_COUNTS)
         for step in result.steps
     ]
 
@@ -140,6 +141,11 @@ def check_records(case: Case, result: Generation) -> None:
         assert len(step.drafted) == len(step.kept) == len(step.accepted) == n_drafters
         for accepted, kept, drafted in zip(step.accepted, step.kept, step.drafted, strict=True):
             assert accepted <= kept <= drafted
+        for drafted, proposed in zip(step.drafted, step.proposed, strict=True):
+            assert drafted <= proposed <= sum(step.drafted)
+        for alone, accepted in zip(step.accepted_alone, step.accepted, strict=True):
+            assert alone <= accepted
+        assert len(step.visit_seconds) == len(step.calls)
         # A stop cuts the path where it cuts the tokens.
         assert sum(step.accepted) == min(step.n_path, step.n_new)
         assert all(seconds >= 0 for seconds in step.seconds.values())
@@ -147,7 +153,7 @@ def check_records(case: Case, result: Generation) -> None:
     statistics = Statistics.of([result])
     assert statistics.new_tokens == len(result.tokens)
     assert statistics.target_calls == len(result.steps)
-    for name in ("drafted", "kept", "accepted"):
+    for name in NODE_COUNTS:
         columns = zip(*(getattr(step, name) for step in result.steps), strict=True)
         assert list(getattr(statistics, name)) == [sum(column) for column in columns]
     called = [i for step in result.steps for i in step.calls]

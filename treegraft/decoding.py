@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,13 +58,38 @@ class Step:
     ----------
     tokens : the committed ids: those of ``path``, then the bonus token (unless a stop cut it off).
     tree : what the target read. path : indices into ``tree`` of the committed nodes, top down.
+    layers : what was decided before each layer and what came of it.
     record : the figures.
     """
 
     tokens: list[int]
     tree: TokenTree
     path: tuple[int, ...]
+    layers: tuple[Layer, ...]
     record: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of drafting. Nodes are numbered as in the working tree (``TokenTree.node``).
+
+    Attributes
+    ----------
+    chosen : the drafter that the scheduler chose; None to stop.
+    drafter : the drafter that acted: a cheaper one where the chosen one's context had ended, None
+        if nobody did, and the layer is then the last.
+    frontier : int64 [k], where it could draft.
+    touched : int64 [m], the children that it made or touched; repeats and -1 as in ``Touched``.
+    n_nodes : nodes of the working tree after it.
+    seconds : wall time of the visit, drafter and graft policy.
+    """
+
+    chosen: int | None
+    drafter: int | None
+    frontier: Tensor
+    touched: Tensor
+    n_nodes: int
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -157,7 +184,7 @@ class Decoding:
         """Draft, let the target read, commit."""
         parts = self.parts
         n_kv = len(self.history.tokens) - 1
-        tree, calls, drafted = self._draft()
+        tree, layers = self._draft()
         logits = self._forward(tree, n_kv)
         # One column tells: a NaN in a node's state is in all its logits.
         if bool(logits[:, 0].isnan().any()):
@@ -187,28 +214,41 @@ class Decoding:
                 drafter.observe(commit)
         n = len(parts.drafters)
         source = tree.source.tolist()
+        proposers = tree.proposers[list(path)].tolist()
+        visits = [layer for layer in layers if layer.drafter is not None]
+        drafted = proposed = (0,) * n
+        if layers:
+            drafted = _count(self._tree.source.tolist(), n)
+            proposed = _count_bits(self._tree.proposers, n)
         record = StepRecord(
             n_new=len(tokens),
             n_path=len(verdict.path),
             n_tree=len(tree),
-            calls=calls,
+            calls=tuple(layer.drafter for layer in layers if layer.drafter is not None),
             drafted=drafted,
+            proposed=proposed,
             kept=_count(source, n),
             accepted=_count([source[i] for i in path], n),
+            accepted_alone=tuple(proposers.count(1 << i) for i in range(n)),
             seconds=parts.watch.lap(),
+            visit_seconds=tuple(layer.seconds for layer in visits),
         )
         with parts.watch.stage("scheduler"), _named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)
-        return Step(tokens, tree, path, record)
+        return Step(tokens, tree, path, layers, record)
 
-    def _draft(self) -> tuple[TokenTree, tuple[int, ...], tuple[int, ...]]:
-        """Grow a tree layer by layer and prune it; plain decoding gets the bare root."""
+    def _draft(self) -> tuple[TokenTree, tuple[Layer, ...]]:
+        """Grow a tree layer by layer and prune it; plain decoding gets the bare root.
+
+        The working tree holds this step's draft exactly if there is a layer.
+        """
         parts, text, tree = self.parts, self.history.tokens, self._tree
         # The bonus token follows the deepest node, and both must fit.
         max_depth = self._capacity - len(text) - 1
         n = len(parts.drafters)
         if not parts.drafters or max_depth < 1:
-            return TokenTree.root_only(text[-1]), (), (0,) * n
+            return TokenTree.root_only(text[-1]), ()
+        layers: list[Layer] = []
         calls: list[int] = []
         with parts.watch.stage("tree"):
             tree.reset_(text[-1], max_depth, parts.builder.budget)
@@ -229,11 +269,16 @@ class Decoding:
                         chosen = parts.scheduler.choose(state)
                     index = self._within_limit(chosen, tree)
                 if index is None:
+                    nothing = frontier.new_empty(0)
+                    layers.append(Layer(chosen, None, frontier, nothing, tree.n_nodes, 0.0))
                     break
                 calls.append(index)
                 drafter = parts.drafters[index]
+                began = perf_counter()
                 with _named("graft", parts.graft, "visit"):
                     touched = parts.graft.visit(tree, drafter, index, frontier, parts.builder.width)
+                seconds = perf_counter() - began
+                layers.append(Layer(chosen, index, frontier, touched.nodes, tree.n_nodes, seconds))
                 with _named("builder", parts.builder, "frontier"):
                     reached = parts.builder.frontier(tree, touched, layer)
                 # A layer that found nothing leaves the frontier to the next drafter.
@@ -244,7 +289,7 @@ class Decoding:
             with _named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth, tree.n_drawn)
-            return pruned, tuple(calls), _count(tree.source.tolist(), n)
+            return pruned, tuple(layers)
 
     def _check(self, tree: TokenTree, max_depth: int, n_drawn: int) -> None:
         """TreeError if what is to be verified is no tree over the committed text.
@@ -377,3 +422,8 @@ def _check_verdict(verdict: Verdict, tree: TokenTree, vocab_size: int) -> None:
 
 def _count(sources: Sequence[int], n_drafters: int) -> tuple[int, ...]:
     return tuple(sources.count(i) for i in range(n_drafters))
+
+
+def _count_bits(proposers: Tensor, n_drafters: int) -> tuple[int, ...]:
+    bits = proposers.numpy()[:, None] >> np.arange(n_drafters) & 1
+    return tuple(bits.sum(0).tolist())

@@ -26,7 +26,7 @@ from treegraft.core.sampling import History, Sampling
 from treegraft.core.stats import Generation, StepRecord
 from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import TokenTree
-from treegraft.decoding import Decoding, Parts, TargetCache
+from treegraft.decoding import Decoding, Layer, Parts, TargetCache
 from treegraft.loading import Loader
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
@@ -44,6 +44,7 @@ class Chunk:
     step : the record of the step.
     tree : the draft tree that the target read. path : its committed nodes, top down: node
         ``path[j]`` holds ``tokens[j]``, and a token more than that is the target's bonus token.
+    layers : who was chosen in each layer, where it could draft, and what it brought.
     generation : the whole result, with the last chunk only.
     """
 
@@ -52,6 +53,7 @@ class Chunk:
     step: StepRecord
     tree: TokenTree
     path: tuple[int, ...]
+    layers: tuple[Layer, ...]
     generation: Generation | None = None
 
 
@@ -284,7 +286,7 @@ class Pipeline:
             generation = None
             if decoding.finish_reason is not None:
                 generation = self._finished(decoding, steps, prefill)
-            yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, generation)
+            yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, step.layers, generation)
 
     def _finished(
         self, decoding: Decoding, steps: list[StepRecord], prefill: dict[str, float]

@@ -74,6 +74,11 @@ class ReferenceTree(TreeBackend):
     def scorer(self) -> Tensor:
         return self._column("scorer", torch.int64)
 
+    @property
+    def proposers(self) -> Tensor:
+        proposers = [self.graph.nodes[v]["proposers"] for v in range(self.n_nodes)]
+        return torch.tensor([sum(1 << i for i in found) for found in proposers])
+
     def _sum(self, node: int) -> float:
         total = np.float32(0.0)
         for v in self._lineage(node)[1:]:
@@ -104,7 +109,13 @@ class ReferenceTree(TreeBackend):
         self._draws = []
         self.graph = nx.DiGraph()
         self.graph.add_node(
-            ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set()
+            ROOT,
+            token=token,
+            edge=0.0,
+            source=NOBODY,
+            scorer=NOBODY,
+            proposers=set(),
+            visitors=set(),
         )
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
@@ -171,13 +182,20 @@ class ReferenceTree(TreeBackend):
         for node in self.graph.successors(parent):
             if self.graph.nodes[node]["token"] == token:
                 held = self.graph.nodes[node]
+                held["proposers"].add(source)
                 if overwrite or (held["edge"] == -math.inf and score > -math.inf):
                     held.update(edge=score, scorer=source)
                 return int(node)
         node = self.n_nodes
         scorer = source if overwrite or score > -math.inf else NOBODY
         self.graph.add_node(
-            node, token=token, edge=score, source=source, scorer=scorer, visitors=set()
+            node,
+            token=token,
+            edge=score,
+            source=source,
+            scorer=scorer,
+            proposers={source},
+            visitors=set(),
         )
         self.graph.add_edge(parent, node)
         return node
@@ -227,6 +245,7 @@ class ReferenceTree(TreeBackend):
             logprob=self.logprob[numbers],
             source=self.source[numbers],
             scorer=self.scorer[numbers],
+            proposers=self.proposers[numbers],
             ancestors=self.ancestors(numbers)[:, numbers],
             node=numbers,
             ledger=self._ledger(place) if self._draws else None,

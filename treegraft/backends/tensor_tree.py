@@ -49,8 +49,9 @@ class TensorTree(TreeBackend):
         self._edge = np.zeros(n_slots, dtype=np.float32)
         self._logprob = np.zeros(n_slots, dtype=np.float32)
         self._lineage = np.zeros((n_slots, n_slots), dtype=np.bool_)
-        # Bit i: drafter i has hung paths here.
+        # Bit i: drafter i has hung paths here, and drafter i has proposed this node.
         self._visited = np.zeros(n_slots, dtype=np.int64)
+        self._proposers = np.zeros(n_slots, dtype=np.int64)
 
     def _grow(self, n_nodes: int) -> None:
         old = {name: held for name, held in vars(self).items() if isinstance(held, np.ndarray)}
@@ -86,6 +87,10 @@ class TensorTree(TreeBackend):
     def scorer(self) -> Tensor:
         return torch.from_numpy(self._scorer[: self._n])
 
+    @property
+    def proposers(self) -> Tensor:
+        return torch.from_numpy(self._proposers[: self._n])
+
     def path(self, node: int) -> list[int]:
         # Nodes are numbered parents first, so the lineage lists the path in order.
         tokens: list[int] = self._token[1 : node + 1][self._lineage[node, 1 : node + 1]].tolist()
@@ -109,6 +114,7 @@ class TensorTree(TreeBackend):
         self._lineage[ROOT] = False
         self._lineage[ROOT, ROOT] = True
         self._visited[ROOT] = 0
+        self._proposers[ROOT] = 0
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         tokens, scores = proposals.tokens.numpy(), _own(proposals.logprobs)
@@ -217,10 +223,12 @@ class TensorTree(TreeBackend):
             self._edge[new] = own
             self._logprob[new] = self._logprob[parent] + own
             self._visited[new] = 0
+            self._proposers[new] = 0
             self._lineage[new] = self._lineage[parent]
             diagonal = np.arange(n, end)
             self._lineage[diagonal, diagonal] = True
             self._n = end
+        self._proposers[nodes] |= 1 << source
         old = nodes[nodes < n]
         if old.shape[0] == 0:
             return nodes, False
@@ -291,6 +299,7 @@ class TensorTree(TreeBackend):
             logprob=torch.from_numpy(self._logprob[kept]),
             source=torch.from_numpy(self._source[kept]),
             scorer=torch.from_numpy(self._scorer[kept]),
+            proposers=torch.from_numpy(self._proposers[kept]),
             ancestors=torch.from_numpy(self._lineage[np.ix_(kept, kept)]),
             node=torch.from_numpy(kept),
             ledger=self._ledger(place) if self._draws else None,

@@ -112,12 +112,17 @@ class TreeBackend(ABC):
     @property
     @abstractmethod
     def source(self) -> Tensor:
-        """int64 [N], drafter that proposed the node."""
+        """int64 [N], drafter that proposed the node first; NOBODY for the root."""
 
     @property
     @abstractmethod
     def scorer(self) -> Tensor:
         """int64 [N], drafter that last scored the node's token; NOBODY if none has."""
+
+    @property
+    @abstractmethod
+    def proposers(self) -> Tensor:
+        """int64 [N], every drafter that proposed the node: bit i is drafter i; 0 for the root."""
 
     @abstractmethod
     def path(self, node: int) -> list[int]:
@@ -139,9 +144,9 @@ class TreeBackend(ABC):
         """Hang paths into the tree, merging what is already there; nothing is removed.
 
         A token out of the vocabulary, or below ``max_depth``, ends its path. Where several paths
-        of one call score one node, the highest score counts. A node that exists keeps its source;
-        its score is replaced if ``overwrite`` (a scoring drafter speaks), else only filled in
-        where it had none.
+        of one call score one node, the highest score counts. A node that exists keeps its source
+        and gets one more proposer; its score is replaced if ``overwrite`` (a scoring drafter
+        speaks), else only filled in where it had none.
 
         A node under which something is drawn must be verified, or the draw would have been wasted
         on a condition (docs/losslessness.md). So it is kept by ``prune``, and draws are refused
