@@ -166,6 +166,7 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
         "never": lambda room: options("never"),
         "always": lambda room: options("always"),
         "fixed": fixed,
+        "priority": lambda room: options("priority", hand_over=st.booleans()),
         "whimsical_parts:WhimsicalScheduler": lambda room: own(
             "whimsical_parts:WhimsicalScheduler", seed=SEEDS
         ),

@@ -25,6 +25,8 @@ from treegraft.policies.schedulers import (
     FixedScheduler,
     NeverConfig,
     NeverScheduler,
+    PriorityConfig,
+    PriorityScheduler,
 )
 from treegraft.policies.verifiers import (
     LedgerConfig,
@@ -66,6 +68,7 @@ ROLES: dict[str, Role] = {
                 "never": (NeverConfig, NeverScheduler),
                 "always": (AlwaysConfig, AlwaysScheduler),
                 "fixed": (FixedConfig, FixedScheduler),
+                "priority": (PriorityConfig, PriorityScheduler),
             },
         ),
         Role(

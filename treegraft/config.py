@@ -25,7 +25,12 @@ from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
 from treegraft.policies.grafts import TreegraftConfig
-from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
+from treegraft.policies.schedulers import (
+    AlwaysConfig,
+    FixedConfig,
+    NeverConfig,
+    PriorityConfig,
+)
 from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 
 
@@ -77,6 +82,7 @@ SchedulerConfig = Annotated[
     Annotated[NeverConfig, Tag("never")]
     | Annotated[AlwaysConfig, Tag("always")]
     | Annotated[FixedConfig, Tag("fixed")]
+    | Annotated[PriorityConfig, Tag("priority")]
     | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]

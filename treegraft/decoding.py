@@ -250,6 +250,7 @@ class Decoding:
             return TokenTree.root_only(text[-1]), ()
         layers: list[Layer] = []
         calls: list[int] = []
+        n_reached: list[int] = []
         with parts.watch.stage("tree"):
             tree.reset_(text[-1], max_depth, parts.builder.budget)
             frontier = torch.tensor([ROOT])
@@ -264,6 +265,7 @@ class Decoding:
                         n_committed=len(text),
                         tree=tree,
                         frontier=frontier,
+                        reached=tuple(n_reached),
                     )
                     with _named("scheduler", parts.scheduler, "choose"):
                         chosen = parts.scheduler.choose(state)
@@ -281,6 +283,7 @@ class Decoding:
                 layers.append(Layer(chosen, index, frontier, touched.nodes, tree.n_nodes, seconds))
                 with _named("builder", parts.builder, "frontier"):
                     reached = parts.builder.frontier(tree, touched, layer)
+                n_reached.append(reached.shape[0])
                 # A layer that found nothing leaves the frontier to the next drafter.
                 if reached.shape[0]:
                     frontier = reached

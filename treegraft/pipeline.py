@@ -21,7 +21,7 @@ from treegraft.core.errors import ConfigError, PromptError, TreegraftError
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.processors import Processors
-from treegraft.core.roles import Drafter, Scheduler
+from treegraft.core.roles import Drafter, Scheduler, TreeBuilder
 from treegraft.core.sampling import History, Sampling
 from treegraft.core.stats import Generation, StepRecord
 from treegraft.core.stopwatch import Stopwatch
@@ -97,6 +97,11 @@ class Pipeline:
     def drafter_names(self) -> tuple[str, ...]:
         """Cheapest first, as numbered in statistics."""
         return tuple(self._parts.names)
+
+    @property
+    def builder(self) -> TreeBuilder:
+        """The shape of the tree: its depth, width and budget."""
+        return self._parts.builder
 
     def graph(self) -> nx.DiGraph:
         """The components and what flows between them; see ``composition.component_graph``."""

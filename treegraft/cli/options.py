@@ -35,7 +35,8 @@ SchedulerName = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="never, always, fixed:NAME,NAME,... (drafter of each layer), or package.module:Class.",
+        help="never, always, priority, fixed:NAME,NAME,... (drafter of each layer), or "
+        "package.module:Class.",
     ),
 ]
 Depth = Annotated[int | None, typer.Option("--depth", help="Drafting layers a step.")]

@@ -290,6 +290,8 @@ class DraftState:
     n_drafters : how many there are, cheapest first.
     n_prompt, n_committed : tokens of the prompt, and of the text so far (prompt included).
     tree, frontier : the tree as it stands, and int64 [k] where the next layer would draft.
+    reached : how many children each earlier layer handed on as the frontier; 0 where it found
+        nothing, and the frontier stayed as it was.
     """
 
     layer: int
@@ -300,6 +302,7 @@ class DraftState:
     n_committed: int
     tree: TreeBackend
     frontier: Tensor
+    reached: tuple[int, ...] = ()
 
 
 class Scheduler(ABC):

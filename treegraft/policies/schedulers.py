@@ -39,6 +39,19 @@ class FixedConfig(BaseModel):
     )
 
 
+class PriorityConfig(BaseModel):
+    """The first drafter in the list that has something to propose drafts the step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["priority"] = "priority"
+    hand_over: bool = Field(
+        False,
+        description="Whether the next drafter takes over where one that had something finds no "
+        "more; else drafting then stops, and one drafter has made the whole tree.",
+    )
+
+
 @final
 class NeverScheduler(Scheduler):
     """Drafter 0 in every layer."""
@@ -76,6 +89,33 @@ class FixedScheduler(Scheduler):
 
     def choose(self, state: DraftState) -> int | None:
         return self._calls[state.layer - 1] if state.layer <= len(self._calls) else None
+
+    def finish(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+
+@final
+class PriorityScheduler(Scheduler):
+    """Drafters in the order of the list, each until a layer of its hands nothing on.
+
+    That is llama.cpp's rule for several drafters: the first one whose draft is not empty makes the
+    step's draft alone. What a drafter has to propose shows only when it acts, so a layer that found
+    nothing is one of the builder's layers all the same.
+    """
+
+    def __init__(self, config: PriorityConfig) -> None:
+        self._hand_over = config.hand_over
+        self._turn = 0
+
+    def choose(self, state: DraftState) -> int | None:
+        # Whose turn it is, and not who acted: past its context limit another one acts instead.
+        if state.layer == 1:
+            self._turn = 0
+        elif not state.reached[-1]:
+            if any(state.reached) and not self._hand_over:
+                return None
+            self._turn += 1
+        return self._turn if self._turn < state.n_drafters else None
 
     def finish(self, record: StepRecord) -> None:
         """Nothing to learn."""
