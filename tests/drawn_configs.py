@@ -317,6 +317,12 @@ def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
         "drafters": [{**drafter, "name": f"d{i}"} for i, drafter in enumerate(drafters)],
         "builder": builder,
         **{role: draw(part(role, room)) for role in ("graft", "scheduler", "verifier")},
+        # Kept from text to text it would draft the second run otherwise than the first.
+        "calibration": draw(
+            st.sampled_from(
+                [{"kind": "none"}, {"kind": "online", "scope": "text", "strength": 0.5}]
+            )
+        ),
         "sampling": draw(SAMPLING),
         "stop": draw(stops(room)),
         "backend": {"kind": draw(st.sampled_from(["tensor", "tensor", "reference"]))},

@@ -21,6 +21,7 @@ from pydantic import (
 
 from treegraft.core.errors import ConfigError
 from treegraft.policies.builders import LayeredConfig
+from treegraft.policies.calibration import CalibrationConfig
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
@@ -315,6 +316,7 @@ class PipelineConfig(_Strict):
     graft: GraftConfig = TreegraftConfig()
     scheduler: SchedulerConfig = NeverConfig()
     verifier: VerifierConfig = WalkConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
     sampling: SamplingConfig = SamplingConfig()
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()

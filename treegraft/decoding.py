@@ -212,6 +212,9 @@ class Decoding:
             commit = Commit(tuple(tokens), tuple(nodes), top)
             for drafter in parts.drafters:
                 drafter.observe(commit)
+        if layers:
+            with parts.watch.stage("tree"):
+                self._tree.learn_(nodes, tokens)
         n = len(parts.drafters)
         source = tree.source.tolist()
         proposers = tree.proposers[list(path)].tolist()

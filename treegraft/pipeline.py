@@ -21,13 +21,14 @@ from treegraft.core.errors import ConfigError, PromptError, TreegraftError
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.processors import Processors
-from treegraft.core.roles import Drafter, Scheduler, TreeBuilder
+from treegraft.core.roles import Drafter, Scheduler, TreeBackend, TreeBuilder
 from treegraft.core.sampling import History, Sampling
 from treegraft.core.stats import Generation, StepRecord
 from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import TokenTree
 from treegraft.decoding import Decoding, Layer, Parts, TargetCache
 from treegraft.loading import Loader
+from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.schedulers import FixedConfig, FixedScheduler
@@ -79,6 +80,7 @@ class Pipeline:
         tokenizer: Any,
         eos: Sequence[int],
         no_tokenizer: str = "",
+        calibration: Calibration | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -87,6 +89,12 @@ class Pipeline:
         self._eos = tuple(token for token in eos if token < parts.target.vocab_size)
         self._cache = TargetCache()
         self._current: object = None
+        self._calibration = calibration
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What maps scores to chances of acceptance; None where ``calibration.kind`` is none."""
+        return self._calibration
 
     @property
     def target(self) -> LanguageModel:
@@ -378,6 +386,14 @@ def build_pipeline(
             built = build_component("drafter", drafter)
         drafters.append(guard(built, name, watch))
     tree_class = _TREES[config.backend.kind]
+    calibration = None
+    if config.calibration.kind == "online":
+        calibration = Calibration(config.calibration, len(drafters))
+
+    def tree() -> TreeBackend:
+        made = tree_class(target.vocab_size)
+        return made if calibration is None else CalibratedTree(made, calibration.for_text())
+
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
@@ -386,12 +402,17 @@ def build_pipeline(
         graft=custom["graft"],
         scheduler=_scheduler(config),
         verifier=custom["verifier"],
-        tree=lambda: tree_class(target.vocab_size),
+        tree=tree,
         watch=watch,
     )
     source = config.target.model
     return Pipeline(
-        config, parts, loader.tokenizer(source), loader.eos(source), loader.no_tokenizer(source)
+        config,
+        parts,
+        loader.tokenizer(source),
+        loader.eos(source),
+        loader.no_tokenizer(source),
+        calibration,
     )
 
 

@@ -191,6 +191,12 @@ class TreeBackend(ABC):
     def n_drawn(self) -> int:
         """Number of draws that the tree holds; each must be in the pruned tree's ledger."""
 
+    def learn_(self, path: Sequence[int], tokens: Sequence[int]) -> None:  # noqa: B027
+        """The step is over: what was committed, as in ``Commit``. Most trees learn nothing.
+
+        Called at most once between two resets, and only where the tree holds the step's draft.
+        """
+
 
 class Drafter(ABC):
     """Proposes continuations.
