@@ -39,8 +39,8 @@ def pipeline(case: Case, **changes: Any) -> Pipeline:
 def counts(result: Generation) -> list[Any]:
     """Everything of the steps but the seconds."""
     return [
-        (step.n_new, step.n_path, step.n_tree, step.calls)
-        + tuple(getattr(step, name) for name in NODE_COUNTS)
+        [step.n_new, step.n_path, step.n_tree, step.calls]
+        + [getattr(step, name) for name in NODE_COUNTS]
         for step in result.steps
     ]
 
@@ -103,8 +103,9 @@ def check(case: Case) -> Generation:
     made.generate(case.prompt[::-1], max_new_tokens=3, min_new_tokens=0, temperature=0.7, seed=9)
     again = made.generate(case.prompt, **case.config["sampling"], **case.config["stop"])
     assert again.tokens == result.tokens
-    assert (again.text, again.notices) == (result.text, result.notices)
-    assert counts(again) == counts(result)
+    assert again.text == result.text
+    assert case.remembers or again.notices == result.notices
+    assert case.remembers or counts(again) == counts(result)
     assert (case.config, case.prompt) == (given_config, prompt)
     return result
 
@@ -387,7 +388,8 @@ def check_half_way(case: Case, data: st.DataObject) -> None:
         assert made._parts.watch._stages == ["host"]
     result = made.generate(case.prompt)
     assert (result.tokens, result.finish_reason) == (tokens, reason)
-    assert (counts(result), result.notices) == (counts(fresh), fresh.notices)
+    if not case.remembers:
+        assert (counts(result), result.notices) == (counts(fresh), fresh.notices)
     check_caches(case, made, result)
 
 

@@ -21,6 +21,8 @@ from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
+    CostAwareConfig,
+    CostAwareScheduler,
     FixedConfig,
     FixedScheduler,
     NeverConfig,
@@ -69,6 +71,7 @@ ROLES: dict[str, Role] = {
                 "always": (AlwaysConfig, AlwaysScheduler),
                 "fixed": (FixedConfig, FixedScheduler),
                 "priority": (PriorityConfig, PriorityScheduler),
+                "cost_aware": (CostAwareConfig, CostAwareScheduler),
             },
         ),
         Role(

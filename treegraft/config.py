@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -28,6 +28,7 @@ from treegraft.policies.drafters.ngram import NgramConfig
 from treegraft.policies.grafts import TreegraftConfig
 from treegraft.policies.schedulers import (
     AlwaysConfig,
+    CostAwareConfig,
     FixedConfig,
     NeverConfig,
     PriorityConfig,
@@ -84,6 +85,7 @@ SchedulerConfig = Annotated[
     | Annotated[AlwaysConfig, Tag("always")]
     | Annotated[FixedConfig, Tag("fixed")]
     | Annotated[PriorityConfig, Tag("priority")]
+    | Annotated[CostAwareConfig, Tag("cost_aware")]
     | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
@@ -351,6 +353,29 @@ class PipelineConfig(_Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_costs(self) -> PipelineConfig:
+        scheduler = self.scheduler
+        if not isinstance(scheduler, CostAwareConfig):
+            return self
+        if self.drafters and self.calibration.kind == "none":
+            raise ValueError(
+                "scheduler cost_aware reckons with chances of acceptance: set calibration.kind to "
+                "'online', found 'none'"
+            )
+        for name in scheduler.costs:
+            if name not in self.drafter_names:
+                raise ValueError(
+                    f"scheduler.costs names drafter {name!r}, found drafters "
+                    f"{list(self.drafter_names)}"
+                )
+        if scheduler.node_cost and scheduler.target_cost is None:
+            raise ValueError(
+                f"scheduler.node_cost needs scheduler.target_cost, found {scheduler.node_cost} "
+                "without"
+            )
+        return self
+
     @property
     def same_tokens(self) -> bool:
         """Whether the text is plain decoding's token by token; else it only has the same law.
@@ -426,7 +451,7 @@ def parse_config(data: Any) -> PipelineConfig:
     try:
         return PipelineConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(_one_line(error, data)) from None
 
 
 def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
@@ -500,12 +525,21 @@ def load_config(path: str | Path) -> PipelineConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _one_line(error: ValidationError) -> str:
+def _written(location: Sequence[int | str], data: Any) -> Iterator[str]:
+    """The keys of a location; tags of the unions stand there too, but no user wrote them."""
+    for part in location:
+        inside = isinstance(data, Mapping) and part in data
+        if inside or part not in _TAGS:
+            yield str(part)
+            known = inside or (isinstance(data, list | tuple) and isinstance(part, int))
+            data = data[part] if known else None
+
+
+def _one_line(error: ValidationError, data: Any) -> str:
     """The first fault as ``option: what is wrong (found value)``, with a count of the others."""
     faults = error.errors(include_url=False)
     fault = faults[0]
-    # Tags of the unions stand in the location, but are no keys that a user wrote.
-    where = ".".join(str(part) for part in fault["loc"] if part not in _TAGS)
+    where = ".".join(_written(fault["loc"], data))
     message = fault["msg"].removeprefix("Value error, ")
     n_found = fault.get("ctx", {}).get("actual_length")
     if fault["type"] == "extra_forbidden":

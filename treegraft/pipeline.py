@@ -31,7 +31,12 @@ from treegraft.loading import Loader
 from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
-from treegraft.policies.schedulers import FixedConfig, FixedScheduler
+from treegraft.policies.schedulers import (
+    CostAwareConfig,
+    CostAwareScheduler,
+    FixedConfig,
+    FixedScheduler,
+)
 from treegraft.text import StopStrings, TextStream
 
 
@@ -400,7 +405,7 @@ def build_pipeline(
         names=config.drafter_names,
         builder=custom["builder"],
         graft=custom["graft"],
-        scheduler=_scheduler(config),
+        scheduler=_scheduler(config, custom["builder"].budget),
         verifier=custom["verifier"],
         tree=tree,
         watch=watch,
@@ -416,9 +421,11 @@ def build_pipeline(
     )
 
 
-def _scheduler(config: PipelineConfig) -> Scheduler:
+def _scheduler(config: PipelineConfig, budget: int) -> Scheduler:
     if isinstance(config.scheduler, FixedConfig):
         # Names become numbers here, where the drafters are known.
         return FixedScheduler(config.fixed_calls)
+    if isinstance(config.scheduler, CostAwareConfig):
+        return CostAwareScheduler(config.scheduler, config.drafter_names, budget)
     scheduler: Scheduler = build_component("scheduler", config.scheduler)
     return scheduler

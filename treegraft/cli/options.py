@@ -35,7 +35,7 @@ SchedulerName = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="never, always, priority, fixed:NAME,NAME,... (drafter of each layer), or "
+        help="never, always, priority, cost_aware, fixed:NAME,NAME,... (drafter of each layer), or "
         "package.module:Class.",
     ),
 ]
