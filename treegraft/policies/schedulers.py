@@ -67,14 +67,14 @@ class CostAwareConfig(BaseModel):
 
     kind: Literal["cost_aware"] = "cost_aware"
     trials: int = Field(
-        3,
+        8,
         ge=1,
         le=1000,
         description="Times each drafter is called before its record counts; a larger number starts "
         "slower and surer.",
     )
     retry_after: int = Field(
-        64,
+        16,
         ge=1,
         description="Steps without a call after which a drafter is tried once more; a smaller "
         "number follows a changing text sooner and wastes more calls.",
@@ -167,9 +167,10 @@ _RECENT = 12
 
 @dataclass(slots=True)
 class _Visit:
-    """A visit of this step: nodes before it, mass of the frontier, and what it brought."""
+    """A visit: nodes before it, nodes and mass of the frontier, and what it brought."""
 
     n_before: int
+    n_frontier: int
     mass: float
     n_new: int = 0
     gain: float = 0.0
@@ -233,19 +234,20 @@ class CostAwareScheduler(Scheduler):
         able = [i for i in range(state.n_drafters) if i not in idle]
         scores = state.tree.logprob.numpy()
         mass = float(np.exp(scores[state.frontier.numpy()]).sum())
-        index = self._best(able, mass, state.tree.n_nodes)
+        n_frontier = state.frontier.shape[0]
+        index = self._best(able, mass, n_frontier, state.tree.n_nodes)
         if index is not None:
             self._tree = state.tree
             self._chosen.append(index)
-            self._visits.append(_Visit(state.tree.n_nodes, mass))
+            self._visits.append(_Visit(state.tree.n_nodes, n_frontier, mass))
         return index
 
-    def _best(self, able: Sequence[int], mass: float, n_nodes: int) -> int | None:
+    def _best(self, able: Sequence[int], mass: float, n_frontier: int, n_nodes: int) -> int | None:
         tries = {i: self._tries[i] + self._chosen.count(i) for i in able}
         untried = [i for i in able if self._is_due(i, tries[i])]
         if untried:
             return min(untried, key=lambda i: (tries[i], i))
-        worth = {i: self._worth(i, mass, n_nodes) for i in able if self._record[i]}
+        worth = {i: self._worth(i, mass, n_frontier, n_nodes) for i in able if self._record[i]}
         if not worth:
             return None
         best = max(worth, key=lambda i: (worth[i], -i))
@@ -257,14 +259,15 @@ class CostAwareScheduler(Scheduler):
         overdue = self._n_steps - self._last_try[index] >= self._config.retry_after
         return overdue and index not in self._chosen
 
-    def _worth(self, index: int, mass: float, n_nodes: int) -> float:
+    def _worth(self, index: int, mass: float, n_frontier: int, n_nodes: int) -> float:
         """Expected accepted tokens per second of a visit."""
         record = self._record[index]
         drafted_from = sum(visit.mass for visit in record)
         if not drafted_from:
             return 0.0
         gain = mass * sum(visit.gain for visit in record) / drafted_from
-        more = sum(visit.n_new for visit in record) / len(record)
+        n_positions = sum(visit.n_frontier for visit in record)
+        more = n_frontier * sum(visit.n_new for visit in record) / n_positions
         before = min(n_nodes, self._budget + 1)
         after = min(n_nodes + more, self._budget + 1)
         seconds = self._cost(index) + self._forward(after) - self._forward(before)
