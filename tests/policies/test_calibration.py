@@ -210,6 +210,20 @@ def test_isotonic_regression_is_the_nearest_rising_sequence(
         assert found[row] == pytest.approx(pooled, abs=1e-9)
 
 
+def test_long_records_stay_chances() -> None:
+    """A sum of a million observations leaves little of a chance of one in a billion."""
+    made = calibration(1, strength=1e-6)
+    for raw, accepted in ((-0.01, True), (-0.7, True), (-9.0, False), (NONE, False)):
+        for _ in range(20):
+            observe(made, raw, accepted=50_000 * accepted, n=50_000)
+    raw = [-15.0, -9.0, -3.0, -0.7, -0.01, 0.0, NONE]
+    value = np.array(mapped(made, raw))
+    assert np.isfinite(value).all()
+    assert (value <= 0).all()
+    assert (np.diff(value[:-1]) >= 0).all()
+    assert value[1] < -10 < -0.1 < value[3]
+
+
 def test_the_knots_rise_and_are_scores() -> None:
     assert (np.diff(KNOTS) > 0).all()
     assert (KNOTS < 0).all()

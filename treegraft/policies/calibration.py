@@ -4,7 +4,7 @@ A model's logprob, a match length and a count are on no common scale. Here each 
 verified steps in which a token with such a score was accepted where its parent was, learned from
 finished steps alone. Scores only decide what is drafted and kept, so no token ever depends on it.
 
-Shapes: D drafters, G groups (match length by place in a path), B knots of a score, N nodes.
+Shapes: I drafters, G groups (match length by place in a path), J knots of a score, N nodes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ KNOTS: Floats = np.array(
 UNSCORED_PRIOR = 0.25
 """Chance of a token without a score before anything was observed."""
 
-_B = KNOTS.shape[0]
-_UNSCORED = _B  # the cell after those of the knots
-_CELLS = _B + 1
+_J = KNOTS.shape[0]
+_UNSCORED = _J  # the cell after those of the knots
+_CELLS = _J + 1
 _EDGES = (KNOTS[1:] + KNOTS[:-1]) / 2
 # Match lengths that share a group: 0, 1, 2, 3, 4, 5-6, 7-8, 9-12, 13 and more.
 _MATCHES = np.array([1, 2, 3, 4, 5, 7, 9, 13])
@@ -135,7 +135,7 @@ class Calibration:
         table = self._tables(drafter, group)
         x = np.where(known, given, KNOTS[0])
         cell = np.searchsorted(_EDGES, x)
-        below = np.clip(np.searchsorted(KNOTS, x) - 1, 0, _B - 2)
+        below = np.clip(np.searchsorted(KNOTS, x) - 1, 0, _J - 2)
         share = np.clip((x - KNOTS[below]) / (KNOTS[below + 1] - KNOTS[below]), 0.0, 1.0)
         low, high = table[group, below], table[group, below + 1]
         value = np.minimum(low + share * (high - low), high)
@@ -157,7 +157,7 @@ class Calibration:
         self._stale[np.unique(drafter)] = True
 
     def _tables(self, drafter: int, group: Ints) -> Floats:
-        """float64 [G, B + 1]: log chances, up to date in the rows that ``group`` names."""
+        """float64 [G, J + 1]: log chances, up to date in the rows that ``group`` names."""
         wanted = np.zeros(_G, dtype=np.bool_)
         wanted[group] = True
         wanted &= self._stale[drafter]
@@ -167,15 +167,16 @@ class Calibration:
             overall = (taken.sum(0) + k * _PRIOR) / (seen.sum(0) + k)
             weight = seen[wanted] + k
             mean = (taken[wanted] + k * overall) / weight
-            mean[:, :_B] = isotonic(mean[:, :_B], weight[:, :_B])
-            self._table[drafter, wanted] = np.log(mean)
+            mean[:, :_J] = isotonic(mean[:, :_J], weight[:, :_J])
+            # Sums of many observations round: a chance may not come out as 0 or above 1.
+            self._table[drafter, wanted] = np.log(np.clip(mean, 1e-9, 1.0))
             self._stale[drafter] &= ~wanted
         table: Floats = self._table[drafter]
         return table
 
 
 def isotonic(value: Floats, weight: Floats) -> Floats:
-    """The rising sequences nearest to ``value`` float64 [R, B] in squares weighted by ``weight``.
+    """The rising sequences nearest to ``value`` float64 [G, J] in squares weighted by ``weight``.
 
     By the min-max formula of isotonic regression (Barlow et al. 1972): the largest, over all
     starts up to a place, of the smallest mean of a run from that start to any end from the place
