@@ -48,7 +48,7 @@ def calls(made: Pipeline, n: int = 60) -> list[tuple[int, ...]]:
 
 def test_who_is_worth_it_is_called_and_who_is_not_is_dropped() -> None:
     costs = {"wrong": 0.1, "right": 0.1}
-    made = pipeline(WRONG, RIGHT, costs=costs, target_cost=1.0, trials=2)
+    made = pipeline(WRONG, RIGHT, costs=costs, target_cost=1.0, trials=2, retry_after=999)
     first, *later = calls(made, 80)
     # Both are tried twice, in turns; as the record of the one that is never right sinks, the other
     # is all that is called.
