@@ -1,7 +1,7 @@
 """What schedulers and calibration are worth under given costs, on the shipped models and prompts.
 
-Seconds are modelled, not measured: every forward and visit costs what the options say. So the figures
-are the same on every machine, busy or not; the tokens and calls are real.
+Seconds are modelled, not measured: every forward and visit costs what the options say. So the
+figures are the same on every machine, busy or not; the tokens and calls are real.
 
     python benchmarks/schedulers.py --per-kind 3
 """
