@@ -187,6 +187,49 @@ def test_a_drafter_of_ones_own_that_scores_cannot_ride() -> None:
         component_graph(config)
 
 
+# --- leftovers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["tensor", "reference"])
+def test_what_hangs_below_the_bonus_token_starts_the_next_tree(backend: str) -> None:
+    """A budget of one node: the target's own chain of four is drafted, and three are left over."""
+    made = pipeline(
+        drafters=[
+            {
+                "kind": "adversarial_drafters:Scripted",
+                "name": "first",
+                "params": {"paths": [plain(9)[:5], [7]], "score": -0.1},
+            }
+        ],
+        builder={"kind": "layered", "depth": 1, "width": 2, "budget": 1},
+        leftover=True,
+        backend={"kind": backend},
+    )
+    result = made.generate(PROMPT, max_new_tokens=9)
+    assert result.tokens == plain(9)
+    first, second, third = result.steps[:3]
+    # One of five is read and accepted, the second is the bonus token, three start the next tree.
+    assert (first.n_path, first.reused, second.reused) == (1, 0, 3)
+    assert second.n_path == 1
+    assert third.reused == 1
+    statistics = result.statistics
+    assert statistics.reused == sum(step.reused for step in result.steps)
+    assert statistics.reuse_rate == sum(s.reused > 0 for s in result.steps) / len(result.steps)
+
+
+def test_nothing_is_left_over_by_default_or_of_a_drawn_tree() -> None:
+    options = {
+        "drafters": [{**NEAR, "children": "topk_plus_one_sample"}],
+        "builder": {"kind": "layered", "depth": 3, "width": 3, "budget": 3},
+        "sampling": {"temperature": 1.0},
+        "verifier": {"kind": "ledger"},
+    }
+    assert pipeline(leftover=True, **options).generate(PROMPT).statistics.reuse_rate == 0.0
+    greedy = {**options, "sampling": {"temperature": 0.0}}
+    assert pipeline(**greedy).generate(PROMPT).statistics.reuse_rate == 0.0
+    assert pipeline(leftover=True, **greedy).generate(PROMPT).statistics.reuse_rate > 0.0
+
+
 # --- the end of a step ----------------------------------------------------------------------------
 
 
@@ -363,6 +406,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "graft": graft,
         "scheduler": scheduler,
         "ride_along": riders,
+        "leftover": draw(st.booleans()),
         "sampling": {"temperature": draw(st.sampled_from([0.0, 0.9])), "seed": draw(numbers)},
         "verifier": {"kind": draw(st.sampled_from(["walk", "ledger"]))},
         "stop": {"max_new_tokens": draw(st.integers(1, 24))},
@@ -383,7 +427,7 @@ def check_law_1(data: dict[str, Any]) -> None:
             assert len(step.side_calls) == len(data["drafters"])
         records.append(
             [
-                (s.n_new, s.n_tree, s.calls, s.side_calls, s.drafted, s.kept, s.accepted)
+                (s.n_new, s.n_tree, s.calls, s.side_calls, s.reused, s.drafted, s.kept, s.accepted)
                 for s in result.steps
             ]
         )
@@ -450,3 +494,20 @@ def test_riders_do_not_push_a_model_past_its_context_limit() -> None:
     assert result.tokens == [[3, 4, 1, 2][i % 4] for i in range(30)]
     assert [notice for notice in result.notices if "'brief'" in notice] == list(result.notices)
     assert len(result.notices) == 1
+
+
+def test_a_layer_after_a_model_that_replaced_the_tree_with_nothing_drafts_from_the_root() -> None:
+    """Its frontier was taken out with all else; the next look-up was told to draft under it."""
+    own = "adversarial_drafters:"
+    made = pipeline(
+        drafters=[
+            {"kind": own + "Scripted", "name": "sure", "params": {"paths": [[7, 7]]}},
+            {"kind": own + "ScriptedScorer", "name": "mute", "params": {"paths": [], "score": -1}},
+        ],
+        graft={"kind": "replace"},
+        builder={"kind": "layered", "depth": 3, "width": 2, "budget": 12},
+        scheduler=fixed("sure", "mute", "sure"),
+    )
+    first = next(made.stream(PROMPT))
+    assert [layer.frontier.tolist() for layer in first.layers] == [[0], [1], [0]]
+    assert made.generate(PROMPT, max_new_tokens=20).tokens == plain(20)

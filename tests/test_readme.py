@@ -49,8 +49,10 @@ def test_the_policy_of_ones_own_runs_and_changes_no_token(
     (tmp_path / "my_lab" / "__init__.py").write_text("", encoding="utf-8")
     (tmp_path / "my_lab" / "grafts.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    # Another test's module of this name may be loaded.
-    monkeypatch.delitem(sys.modules, "my_lab", raising=False)
+    # Another test's module of this name may be loaded, and this one must not stay behind for it.
+    for name in ("my_lab", "my_lab.grafts"):
+        monkeypatch.setitem(sys.modules, name, sys)
+        monkeypatch.delitem(sys.modules, name)
     graft = yaml.safe_load(blocks("yaml")[1])["graft"]
     target = hashed_model(30, seed=1)
     drafter = mixed_model(target, hashed_model(30, seed=2), share=0.3)

@@ -21,7 +21,7 @@ from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
 
 V = 5
 NONE = -math.inf
-COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer")
+COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer", "proposers")
 STATES = ("alive", "leaf")
 
 
@@ -72,6 +72,22 @@ def test_a_lookup_fills_in_scores_and_a_scorer_replaces_them(tree: TreeBackend) 
     assert tree.logprob.tolist() == [0.0, -2.0, -2.5]
     assert tree.source.tolist() == [NOBODY, 0, 0]
     assert tree.scorer.tolist() == [NOBODY, 2, 1]
+
+
+def test_a_node_knows_everyone_who_proposed_it(tree: TreeBackend) -> None:
+    tree.add_(paths((ROOT, [1, 2], [-1.0, NONE])), source=0, overwrite=False)
+    tree.add_(paths((ROOT, [1], [-9.0]), (ROOT, [3], [-9.0])), source=2, overwrite=True)
+    assert tree.source.tolist() == [NOBODY, 0, 0, 2]
+    assert tree.proposers.tolist() == [0, 0b101, 0b001, 0b100]
+    # To score a node is not to propose it, and to propose it again changes nothing.
+    tree.rescore_(torch.full((4,), -1.0), source=5)
+    tree.add_(paths((ROOT, [1, 2], [-1.0, NONE])), source=0, overwrite=False)
+    tree.add_(paths((1, [2], [-1.0])), source=62, overwrite=False)
+    assert tree.proposers.tolist() == [0, 0b101, 1 | 1 << 62, 0b100]
+    assert tree.prune(2).proposers.tolist() == [0, 0b101, 0b100]
+    tree.reset_(token=0, max_depth=1)
+    tree.add_(paths((ROOT, [1], [-1.0])), source=3, overwrite=False)
+    assert tree.proposers.tolist() == [0, 0b1000]
 
 
 def test_a_token_outside_the_vocabulary_ends_its_path(tree: TreeBackend) -> None:
@@ -197,6 +213,33 @@ def test_nothing_hangs_under_a_node_that_was_taken_out_and_no_other_node_is_kept
     assert tree.n_nodes == 3
 
 
+def test_a_tree_begins_again_at_one_of_its_nodes(tree: TreeBackend) -> None:
+    tree.add_(paths((ROOT, [1, 2, 3], [-1.0, -0.5, NONE]), (ROOT, [3], [-0.5])), 0, False)
+    tree.add_(paths((1, [4], [-0.25])), source=2, overwrite=True)
+    tree.reroot_(1, max_depth=2)
+    assert [tree.path(v) for v in range(tree.n_nodes)] == [[], [2], [2, 3], [4]]
+    assert tree.token.tolist() == [1, 2, 3, 4]
+    assert tree.logprob.tolist() == [0.0, -0.5, NONE, -0.25]
+    assert tree.source.tolist() == [NOBODY, 0, 0, 2]
+    assert tree.scorer.tolist() == [NOBODY, 0, NOBODY, 2]
+    assert tree.best(9, 0, 9, unvisited_by=2).tolist() == [0, 3, 1, 2]
+    assert tree.add_(paths((ROOT, [2, 0], [-9.0, -1.0])), 1, False).tolist() == [[1, 4]]
+    assert tree.add_(paths((4, [0], [-1.0])), 1, False).tolist() == [[-1]]  # too deep
+    tree.reroot_(3, max_depth=0)
+    assert (tree.n_nodes, tree.token.tolist()) == (1, [4])
+    with pytest.raises(TreeError, match=r"^the new root must be a node of the tree, found 1$"):
+        tree.reroot_(1, max_depth=2)
+
+
+def test_a_tree_with_draws_begins_at_no_other_node(tree: TreeBackend) -> None:
+    made = paths((ROOT, [1], [-1.0]))
+    q = torch.full((1, V), 1 / V)
+    drawn = Proposals(made.positions, made.tokens, made.logprobs, made.match, torch.tensor([0]), q)
+    tree.add_(drawn, 0, True)
+    with pytest.raises(TreeError, match=r"^a tree with 1 draws cannot begin at another node$"):
+        tree.reroot_(1, max_depth=2)
+
+
 def test_pruning_to_nothing_leaves_the_root(tree: TreeBackend) -> None:
     tree.add_(paths((ROOT, [1, 2], [0.0, 0.0])), source=0, overwrite=False)
     pruned = tree.prune(0)
@@ -296,6 +339,30 @@ class TwoTrees(RuleBasedStateMachine):
             assert torch.equal(getattr(self.tensor, name)[:n], column)
         assert torch.equal(self.tensor.source[:n][alive], source_before[alive])
         assert bool(self.tensor.alive[:n][alive].all())
+
+    @rule(node=st.integers(0, 10**6), max_depth=st.integers(0, 6))
+    def reroot(self, node: int, max_depth: int) -> None:
+        living = self.reference.alive.nonzero()[:, 0].tolist()
+        node = living[node % len(living)]
+        above = len(self.reference.path(node))
+        expected = [
+            (path[above:], int(self.reference.source[v]), int(self.reference.scorer[v]))
+            for v in living
+            if v >= node
+            and (path := self.reference.path(v))[:above] == self.reference.path(node)
+            and len(path) - above <= max_depth
+        ]
+        if self.reference.n_drawn:  # what was drawn once is not there to be drawn again
+            for tree in (self.tensor, self.reference):
+                with pytest.raises(TreeError, match="draws cannot begin at another node"):
+                    tree.reroot_(node, max_depth)
+            return
+        self.tensor.reroot_(node, max_depth)
+        self.reference.reroot_(node, max_depth)
+        found = [self.tensor.path(v) for v in range(self.tensor.n_nodes)]
+        assert found == [path for path, _, _ in expected]
+        sources = list(zip(self.tensor.source.tolist(), self.tensor.scorer.tolist(), strict=True))
+        assert sources[1:] == [(source, scorer) for _, source, scorer in expected[1:]]
 
     @rule(chosen=st.lists(st.integers(0, 10**6), max_size=4))
     def keep(self, chosen: list[int]) -> None:
@@ -421,6 +488,7 @@ def test_token_tree_check_names_the_law(tree: TreeBackend) -> None:
         (changed("parent", 1, 3), r"parent\[i\] < i"),
         (changed("depth", 2, 5), r"depth\[i\] = depth\[parent\[i\]\] \+ 1"),
         (changed("logprob", 3, -0.5), r"logprob\[i\] <= logprob\[parent\[i\]\]"),
+        (changed("proposers", 2, 0b10), "a node's source is among its proposers"),
         (changed("token", 2, 1), "siblings have different tokens"),
         (changed("ancestors", (1, 0), False), "ancestors are the path to the root"),
     ):

@@ -75,6 +75,11 @@ class ReferenceTree(TreeBackend):
         return self._column("scorer", torch.int64)
 
     @property
+    def proposers(self) -> Tensor:
+        proposers = [self.graph.nodes[v]["proposers"] for v in range(self.n_nodes)]
+        return torch.tensor([sum(1 << i for i in found) for found in proposers])
+
+    @property
     def alive(self) -> Tensor:
         return self._column("alive", torch.bool)
 
@@ -117,8 +122,31 @@ class ReferenceTree(TreeBackend):
         self._draws = []
         self.graph = nx.DiGraph()
         self.graph.add_node(
-            ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set(), alive=True
+            ROOT,
+            token=token,
+            edge=0.0,
+            source=NOBODY,
+            scorer=NOBODY,
+            proposers=set(),
+            visitors=set(),
+            alive=True,
         )
+
+    def reroot_(self, node: int, max_depth: int, budget: int | None = None) -> None:
+        if node not in self._living():
+            raise TreeError(f"the new root must be a node of the tree, found {node}")
+        if self._draws:
+            raise TreeError(f"a tree with {len(self._draws)} draws cannot begin at another node")
+        old = self.graph.subgraph(self._living())
+        above = len(self._lineage(node))
+        self.reset_(old.nodes[node]["token"], max_depth, budget)
+        place = {node: ROOT}
+        for v in sorted(nx.descendants(old, node)):
+            if len(nx.ancestors(old, v)) + 1 - above > max_depth:
+                continue
+            place[v] = len(self.graph)
+            self.graph.add_node(place[v], **{**old.nodes[v], "visitors": set()})
+            self.graph.add_edge(place[next(iter(old.predecessors(v)))], place[v])
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         n_paths, length = proposals.tokens.shape
@@ -188,8 +216,9 @@ class ReferenceTree(TreeBackend):
             if self.graph.nodes[node]["token"] == token:
                 held = self.graph.nodes[node]
                 if not held["alive"]:
-                    held.update(alive=True, source=source, visitors=set())
+                    held.update(alive=True, source=source, proposers=set(), visitors=set())
                     held.update(edge=-math.inf, scorer=source if overwrite else NOBODY)
+                held["proposers"].add(source)
                 if overwrite or (held["edge"] == -math.inf and score > -math.inf):
                     held.update(edge=score, scorer=source)
                 return int(node)
@@ -201,6 +230,7 @@ class ReferenceTree(TreeBackend):
             edge=score,
             source=source,
             scorer=scorer,
+            proposers={source},
             visitors=set(),
             alive=True,
         )
@@ -262,6 +292,7 @@ class ReferenceTree(TreeBackend):
             logprob=self.logprob[numbers],
             source=self.source[numbers],
             scorer=self.scorer[numbers],
+            proposers=self.proposers[numbers],
             ancestors=self.ancestors(numbers)[:, numbers],
             node=numbers,
             ledger=self._ledger(place) if self._draws else None,

@@ -95,13 +95,32 @@ def _seconds(summaries: list[ArmSummary]) -> Table:
 
 
 def _drafters(summaries: list[ArmSummary]) -> Table:
-    columns = ("config", "drafter", "calls", "seconds", "drafted", "kept", "accepted")
-    table = new_table("Drafters (nodes by the drafter that proposed them)", *columns)
+    table = new_table(
+        "Drafters (nodes by the drafter that proposed them first)", "config", *_DRAFTER_COLUMNS
+    )
     table.columns[1].justify = "left"
     for s in summaries:
         for name, figures in _by_drafter(s.statistics).items():
             text_row(table, s.name, name, *figures)
+    table.caption = (
+        "proposed: as the first or after others; alone: accepted, and proposed by nobody else; by "
+        "depth: accepted at depth 1, 2, ..."
+    )
+    table.caption_justify = "left"
     return table
+
+
+_DRAFTER_COLUMNS = (
+    "drafter",
+    "calls",
+    "seconds",
+    "proposed",
+    "drafted",
+    "kept",
+    "accepted",
+    "alone",
+    "by depth",
+)
 
 
 def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
@@ -110,9 +129,12 @@ def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
         name: (
             str(s.calls[i]),
             f"{s.drafter_seconds[name]:.2f}",
+            str(s.proposed[i]),
             str(s.drafted[i]),
             str(s.kept[i]),
             str(s.accepted[i]),
+            str(s.accepted_alone[i]),
+            " ".join(map(str, s.accepted_by_depth[i])),
         )
         for i, name in enumerate(s.drafters)
     }
@@ -158,7 +180,7 @@ def statistics_report(statistics: Statistics) -> Group:
     seconds = ", ".join(f"{k} {v:.3f}" for k, v in stage_seconds(statistics).items())
     parts: list[Table | Text] = [table, Text(f"seconds: {seconds}")]
     if statistics.drafters:
-        drafters = new_table("", "drafter", "calls", "seconds", "drafted", "kept", "accepted")
+        drafters = new_table("", *_DRAFTER_COLUMNS)
         for name, cells in _by_drafter(statistics).items():
             text_row(drafters, name, *cells)
         parts.append(drafters)

@@ -12,15 +12,23 @@ DEFINITIONS = {
     "new_tokens": "tokens committed after the prompt",
     "target_calls": "forwards of the target over a tree (prefill not counted)",
     "mean_accepted_length": "new tokens per target call, the bonus token included",
-    "drafted": "nodes in the working trees, by the drafter that proposed them",
-    "kept": "nodes that the target read, by the drafter that proposed them",
-    "accepted": "nodes that were committed, by the drafter that proposed them",
+    "drafted": "nodes in the working trees, by the drafter that proposed them first",
+    "proposed": "nodes in the working trees that each drafter proposed, as the first or after "
+    "others",
+    "kept": "nodes that the target read, by the drafter that proposed them first",
+    "accepted": "nodes that were committed, by the drafter that proposed them first",
+    "accepted_alone": "nodes that were committed and that no other drafter proposed; who was not "
+    "called there could not propose",
     "acceptance_by_depth": "share of steps whose accepted path (before a stop cut it) reached each "
     "depth, from 1",
+    "reused": "nodes that a step's tree began with, left over from the step before",
+    "reuse_rate": "share of steps whose tree began with such nodes",
+    "accepted_by_depth": "the accepted nodes of each drafter by their depth in the tree, from 1",
     "calls": "visits of each drafter (layers in which it acted)",
     "side_calls": "visits of each drafter besides those of its layers: riding along before a "
     "drafter that scores, and in the graft's work after the last layer",
     "calls_by_layer": "visits of each drafter in each layer, from 1",
+    "drafter_seconds": "wall time of each drafter, its model's forwards included",
     "seconds": "wall time by stage: prefill (the target reads the prompt), target (its forwards "
     "over trees), forward:NAME (forwards of a drafter's model; the first one reads the prompt), "
     "drafter:NAME (the rest of what a drafter does), tree (operations on the working tree), "
@@ -32,6 +40,9 @@ DEFINITIONS = {
 }
 """Metric name to its definition; printed beside the figures."""
 
+NODE_COUNTS = ("drafted", "proposed", "kept", "accepted", "accepted_alone")
+"""Fields of StepRecord and Statistics that count nodes by drafter."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -42,10 +53,13 @@ class StepRecord:
     n_new : tokens committed. n_path : nodes accepted (before a stop cut them). n_tree : nodes the
     target read, root included.
     calls : drafter number of each layer that was drafted.
-    drafted, kept, accepted : nodes by drafter number.
+    drafted, proposed, kept, accepted, accepted_alone : nodes by drafter number; see DEFINITIONS.
     seconds : wall time by stage of this step.
     side_calls : visits by drafter number besides those of the layers (DEFINITIONS); empty if none
         were counted.
+    reused : nodes that the tree began with, left over from the step before.
+    visit_seconds : wall time of each layer's visit, as in ``calls``: drafter and graft policy.
+    path_sources : the drafter that proposed each accepted node first, top down.
     """
 
     n_new: int
@@ -53,10 +67,15 @@ class StepRecord:
     n_tree: int
     calls: tuple[int, ...]
     drafted: tuple[int, ...]
+    proposed: tuple[int, ...]
     kept: tuple[int, ...]
     accepted: tuple[int, ...]
+    accepted_alone: tuple[int, ...]
     seconds: dict[str, float]
     side_calls: tuple[int, ...] = ()
+    reused: int = 0
+    visit_seconds: tuple[float, ...] = ()
+    path_sources: tuple[int, ...] = ()
 
     def with_seconds(self, more: dict[str, float]) -> StepRecord:
         """The record with time added that the step took after it was written."""
@@ -102,13 +121,18 @@ class Statistics:
     target_calls: int
     drafters: tuple[str, ...]
     drafted: tuple[int, ...]
+    proposed: tuple[int, ...]
     kept: tuple[int, ...]
     accepted: tuple[int, ...]
+    accepted_alone: tuple[int, ...]
+    accepted_by_depth: tuple[tuple[int, ...], ...]
     calls: tuple[int, ...]
     calls_by_layer: tuple[tuple[int, ...], ...]
     acceptance_by_depth: tuple[float, ...]
     seconds: dict[str, float]
     side_calls: tuple[int, ...]
+    reused: int
+    reuse_rate: float
 
     @property
     def drafter_seconds(self) -> dict[str, float]:
@@ -150,6 +174,7 @@ class Statistics:
         indices = range(len(names))
         n_layers = max((len(step.calls) for step in steps), default=0)
         n_depth = max((step.n_path for step in steps), default=0)
+        depths = range(max((len(step.path_sources) for step in steps), default=0))
         seconds: dict[str, float] = {"prefill": 0.0}
         laps = [generation.prefill for generation in generations]
         for lap in [*laps, *(step.seconds for step in steps)]:
@@ -159,13 +184,23 @@ class Statistics:
             tuple(sum(step.calls[layer : layer + 1] == (i,) for step in steps) for i in indices)
             for layer in range(n_layers)
         )
+
+        def summed(name: str) -> tuple[int, ...]:
+            return tuple(sum(getattr(step, name)[i] for step in steps) for i in indices)
+
         return Statistics(
             new_tokens=sum(len(generation.tokens) for generation in generations),
             target_calls=len(steps),
             drafters=names,
-            drafted=tuple(sum(step.drafted[i] for step in steps) for i in indices),
-            kept=tuple(sum(step.kept[i] for step in steps) for i in indices),
-            accepted=tuple(sum(step.accepted[i] for step in steps) for i in indices),
+            drafted=summed("drafted"),
+            proposed=summed("proposed"),
+            kept=summed("kept"),
+            accepted=summed("accepted"),
+            accepted_alone=summed("accepted_alone"),
+            accepted_by_depth=tuple(
+                tuple(sum(step.path_sources[d : d + 1] == (i,) for step in steps) for d in depths)
+                for i in indices
+            ),
             calls=tuple(sum(layer[i] for layer in by_layer) for i in indices),
             calls_by_layer=by_layer,
             acceptance_by_depth=tuple(
@@ -176,13 +211,15 @@ class Statistics:
             side_calls=tuple(
                 sum(sum(step.side_calls[i : i + 1]) for step in steps) for i in indices
             ),
+            reused=sum(step.reused for step in steps),
+            reuse_rate=sum(step.reused > 0 for step in steps) / max(len(steps), 1),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, keyed as in DEFINITIONS, drafters by name."""
         named = {
             key: dict(zip(self.drafters, getattr(self, key), strict=True))
-            for key in ("drafted", "kept", "accepted", "calls", "side_calls")
+            for key in (*NODE_COUNTS, "calls", "side_calls")
         }
         return {
             "new_tokens": self.new_tokens,
@@ -192,9 +229,16 @@ class Statistics:
             "tokens_per_second_decode": self.tokens_per_second_decode,
             "overhead_share": self.overhead_share,
             **named,
+            "reused": self.reused,
+            "reuse_rate": self.reuse_rate,
             "calls_by_layer": [
                 dict(zip(self.drafters, layer, strict=True)) for layer in self.calls_by_layer
             ],
             "acceptance_by_depth": list(self.acceptance_by_depth),
+            "accepted_by_depth": {
+                name: list(counts)
+                for name, counts in zip(self.drafters, self.accepted_by_depth, strict=True)
+            },
+            "drafter_seconds": self.drafter_seconds,
             "seconds": self.seconds,
         }
