@@ -1,6 +1,6 @@
 """What only a GPU can show, in one script and under eight minutes.
 
-    python scripts/gpu_check.py [--json] [--compile VALUE] [--minutes 7.5]
+    python scripts/gpu_check.py [--json] [--backend compile=on ...] [--minutes 7.5]
     python scripts/gpu_check.py --dry-run          # tiny shapes on the CPU, under a minute
 
 It checks that tokens are lossless on the device (float32, and bfloat16 under the tie rule of
@@ -27,7 +27,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from treegraft.backends.hf import HFLanguageModel
@@ -77,7 +76,7 @@ class Plan:
     new_tokens: int
     repeats: int
     check_tokens: int
-    compile: Any
+    compiling: dict[str, Any]
     deadline: float
     rows: list[Row] = field(default_factory=list)
 
@@ -282,7 +281,7 @@ def counted_graphs() -> Iterator[dict[str, int]]:
 
 
 def graphs(plan: Plan, model: HFLanguageModel) -> None:
-    """Captures, and replays per step, with the backend's option compile."""
+    """Captures, and replays per step, with the backend's options for compiled forwards."""
     if not plan.on_cuda:
         plan.add("graphs", "", "", "not available: no CUDA device")
         return
@@ -290,7 +289,8 @@ def graphs(plan: Plan, model: HFLanguageModel) -> None:
         plan.add("graphs", "", "", "not available: the backend has no option compile")
         return
     prompt = prompt_of(plan)
-    backend = backend_of(plan) | {"compile": plan.compile}
+    backend = backend_of(plan) | plan.compiling
+    case = ", ".join(f"{name}: {value}" for name, value in plan.compiling.items())
     with counted_graphs() as counts:
         base = build_pipeline(plain(backend_of(plan), plan.new_tokens), models={"big": model})
         expected = base.generate(prompt).tokens
@@ -298,7 +298,7 @@ def graphs(plan: Plan, model: HFLanguageModel) -> None:
         try:
             config = scripted(backend, script, 16, 0.8, plan.new_tokens)
         except ConfigError as error:
-            plan.add("graphs", f"compile: {plan.compile}", "", f"not available: {error}")
+            plan.add("graphs", case, "", f"not available: {error}")
             return
         drafted = build_pipeline(config, models={"big": model})
         drafted.generate(prompt)
@@ -310,7 +310,7 @@ def graphs(plan: Plan, model: HFLanguageModel) -> None:
         late = counts["captures"] - captures
     state = "FAULT" if verdict == "fault" else "ok" if captures else "nothing was captured"
     figure = f"{captures} captures ({late} while decoding), {replays:.2f} replays/step, {verdict}"
-    plan.add("graphs", f"compile: {plan.compile}", figure, state, replays_per_step=replays)
+    plan.add("graphs", case, figure, state, replays_per_step=replays)
 
 
 def syncs(plan: Plan, model: HFLanguageModel) -> None:
@@ -348,12 +348,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _option(text: str) -> tuple[str, Any]:
+    """An option of the backend with its value: true, false, a whole number or a word."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise typer.BadParameter(f"--backend must be OPTION=VALUE, found {text!r}")
+    words: dict[str, Any] = {"true": True, "false": False}
+    return name, words.get(value, int(value) if value.isdecimal() else value)
+
+
 def main(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny shapes on the CPU.")] = False,
     minutes: Annotated[float, typer.Option(help="Begin no section after so long.")] = 7.5,
-    compile_value: Annotated[
-        str, typer.Option("--compile", help="Value of backend.compile, as YAML.")
-    ] = "true",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend",
+            metavar="OPTION=VALUE",
+            help="Backend options that compile forwards; repeat for more. Default: compile=on.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="CUDA device.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
@@ -370,7 +384,7 @@ def main(
         new_tokens=16 if dry_run else 96,
         repeats=3 if dry_run else 20,
         check_tokens=4 if dry_run else 48,
-        compile=yaml.safe_load(compile_value),
+        compiling=dict(_option(text) for text in backend or ["compile=on"]),
         deadline=start + 60 * minutes,
     )
     where = "CPU (dry run)" if dry_run else torch.cuda.get_device_name(plan.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="scripts are not in
 def script(monkeypatch):
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, "gpu_check", module)
+    monkeypatch.setitem(sys.modules, "gpu_check", module)
     spec.loader.exec_module(module)
     return module
 
 
 def run(script, capsys, **options):
-    settings = {"dry_run": True, "minutes": 5.0, "compile_value": "true", "device": "cuda"}
+    settings = {"dry_run": True, "minutes": 5.0, "backend": None, "device": "cuda"}
     script.main(**settings | options, as_json=True)
     return json.loads(capsys.readouterr().out)
 
@@ -83,6 +84,13 @@ def test_without_a_gpu_only_the_dry_run_runs(script, capsys):
         pytest.skip("there is a GPU")
     with pytest.raises(typer.BadParameter, match="--dry-run runs on the CPU"):
         run(script, capsys, dry_run=False)
+
+
+def test_backend_options_are_read_as_what_they_say(script):
+    options = [script._option(t) for t in ("compile=on", "buckets=true", "level=3")]
+    assert options == [("compile", "on"), ("buckets", True), ("level", 3)]
+    with pytest.raises(typer.BadParameter, match="OPTION=VALUE, found 'compile'"):
+        script._option("compile")
 
 
 def test_captures_and_replays_are_counted_and_torch_is_left_alone(script, monkeypatch):
