@@ -5,11 +5,12 @@ Shapes: N nodes of the verified tree, K kv span, n committed tokens of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,7 +176,10 @@ class Decoding:
 
     def _likeliest(self, logp: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [n, k] and float32 [n, k]: the likeliest tokens of each row, and their log p."""
-        top = logp.topk(min(self._top_k or 0, logp.shape[-1]), dim=-1)
+        if not self._top_k:
+            none = torch.empty(logp.shape[0], 0)
+            return none.to(torch.int64), none
+        top = logp.topk(min(self._top_k, logp.shape[-1]), dim=-1)
         return top.indices.cpu(), top.values.cpu()
 
     def step(self) -> Step:
@@ -190,7 +194,7 @@ class Decoding:
             tree, logits = self._without_draft(tree, logits)
         with parts.watch.stage("verify"):
             target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
-            with _named("verifier", parts.verifier, "verdict"):
+            with _Named("verifier", parts.verifier, "verdict"):
                 verdict = parts.verifier.verdict(tree, target)
                 _check_verdict(verdict, tree, parts.target.vocab_size)
             tokens = self._cut(verdict.tokens)
@@ -199,21 +203,24 @@ class Decoding:
             self._noise.forget_before(len(self.history.tokens))
             top, tree_top = None, None
             if self._top_k is not None:
-                rows = [ROOT, *verdict.path][: len(tokens)]
+                rows = torch.tensor([ROOT, *verdict.path][: len(tokens)], device=logits.device)
                 if self._wants_tree_top:
                     logp = _logp(logits)
                     every = self._likeliest(logp)
                     tree_top = TreeTop(tree.token, *every)
-                    likeliest = (every[0][rows], every[1][rows])
+                    places = rows.cpu()
+                    likeliest = (every[0][places], every[1][places])
                     top = TargetTop(_chosen(logp[rows], tokens), *likeliest)
                 else:
                     top = self._top(logits[rows], tokens)
             # A first chain already sits where it belongs.
-            moved = [(i, j + 1) for j, i in enumerate(path) if i != j + 1]
+            moved = [(i, j) for j, i in enumerate(path, 1) if i != j]
             if moved and self.finish_reason is None:
-                source, place = torch.tensor(moved).T
-                parts.target.move_(self.cache.content, n_kv + source, n_kv + place)
-        nodes = tree.node[list(path)].tolist()
+                source = torch.tensor([n_kv + i for i, _ in moved])
+                place = torch.tensor([n_kv + j for _, j in moved])
+                parts.target.move_(self.cache.content, source, place)
+        number = tree.node.tolist()
+        nodes = [number[i] for i in path]
         if parts.leftover and draft.calls and self.finish_reason is None:
             self._left = self._find(nodes[-1] if nodes else ROOT, tokens[-1])
         if self.finish_reason is None:
@@ -234,7 +241,7 @@ class Decoding:
             side_calls=draft.side_calls,
             reused=draft.reused,
         )
-        with parts.watch.stage("scheduler"), _named("scheduler", parts.scheduler, "finish"):
+        with parts.watch.stage("scheduler"), _Named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)
         return Step(tokens, tree, path, record)
 
@@ -268,7 +275,7 @@ class Decoding:
                         tree=tree,
                         frontier=frontier,
                     )
-                    with _named("scheduler", parts.scheduler, "choose"):
+                    with _Named("scheduler", parts.scheduler, "choose"):
                         chosen = parts.scheduler.choose(state)
                     index = self._within_limit(chosen, tree)
                 if index is None:
@@ -278,7 +285,7 @@ class Decoding:
                 if not acted:
                     break
                 calls.append(index)
-                with _named("builder", parts.builder, "frontier"):
+                with _Named("builder", parts.builder, "frontier"):
                     reached = parts.builder.frontier(tree, touched, layer)
                 if reached is None:
                     break
@@ -289,7 +296,7 @@ class Decoding:
                     break
             if calls:
                 side_calls += self._finish(tree, calls)
-            with _named("builder", parts.builder, "prune"):
+            with _Named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth, tree.n_drawn)
             drafted = _count(tree.source.tolist(), n)
@@ -319,7 +326,7 @@ class Decoding:
         for i in (*riders, index):
             if i == index and self._within_limit(index, tree) != index:
                 return Touched(frontier, torch.zeros_like(frontier)), riders, False
-            with _named("graft", parts.graft, "visit"):
+            with _Named("graft", parts.graft, "visit"):
                 visits.append(
                     parts.graft.visit(tree, parts.drafters[i], i, frontier, parts.builder.width)
                 )
@@ -333,7 +340,7 @@ class Decoding:
         """Let the graft act on the whole tree; numbers of the drafters that it called."""
         parts = self.parts
         able = {i: d for i, d in enumerate(parts.drafters) if self._has_room(i, tree)}
-        with _named("graft", parts.graft, "finish"):
+        with _Named("graft", parts.graft, "finish"):
             called = parts.graft.finish(
                 tree, able, tuple(calls), parts.builder.width, parts.builder.budget
             )
@@ -353,7 +360,7 @@ class Decoding:
         root, last = int(tree.token[ROOT]), self.history.tokens[-1]
         if root != last:
             raise TreeError(f"the draft tree's root must hold the last token {last}, found {root}")
-        budget, deepest = self.parts.builder.budget, int(tree.depth.max())
+        budget, deepest = self.parts.builder.budget, int(tree.depth.numpy().max())
         if len(tree) > budget + 1:
             raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
         if deepest > max_depth:
@@ -388,18 +395,24 @@ class Decoding:
     def _has_room(self, index: int, tree: TreeBackend) -> bool:
         """Whether text and tree lie within the context of a drafter."""
         limit = self.parts.drafters[index].limit
-        return limit is None or len(self.history.tokens) + int(tree.depth.max()) <= limit
+        n_text = len(self.history.tokens)
+        # A tree is not deeper than it has nodes; the look at all depths is for the last stretch.
+        if limit is None or n_text + tree.n_nodes <= limit:
+            return True
+        return n_text + int(tree.depth.max()) <= limit
 
     def _forward(self, tree: TokenTree, n_kv: int) -> Tensor:
         """float [N, V]: one forward of the target over the tree."""
         n = len(tree)
-        rows = torch.arange(n_kv, n_kv + n)
-        visible = torch.ones(n, n_kv + n, dtype=torch.bool)
-        visible[:, n_kv:] = tree.ancestors
-        positions = n_kv + tree.depth
+        visible = np.ones((n, n_kv + n), dtype=np.bool_)
+        visible[:, n_kv:] = tree.ancestors.numpy()
         with self.parts.watch.stage("target"):
             return self.parts.target.forward(
-                self.cache.content, tree.token, rows, positions, visible
+                self.cache.content,
+                tree.token,
+                torch.from_numpy(np.arange(n_kv, n_kv + n)),
+                torch.from_numpy(n_kv + tree.depth.numpy()),
+                torch.from_numpy(visible),
             )
 
     def _without_draft(self, tree: TokenTree, logits: Tensor) -> tuple[TokenTree, Tensor]:
@@ -449,17 +462,28 @@ class Decoding:
         return kept
 
 
-@contextmanager
-def _named(role: str, part: object, method: str) -> Iterator[None]:
-    """Turn whatever a policy raises into one line that says whose fault it is."""
-    try:
-        yield
-    except TreegraftError:
-        raise
-    except Exception as error:
-        raise PolicyError(
-            f"{role} {type(part).__name__!r} failed in {method}: {type(error).__name__}: {error}"
-        ) from error
+class _Named:
+    """Turns whatever a policy raises into one line that says whose fault it is."""
+
+    __slots__ = ("_method", "_part", "_role")
+
+    def __init__(self, role: str, part: object, method: str) -> None:
+        self._role, self._part, self._method = role, part, method
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TreegraftError):
+            raise PolicyError(
+                f"{self._role} {type(self._part).__name__!r} failed in {self._method}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _check_verdict(verdict: Verdict, tree: TokenTree, vocab_size: int) -> None:

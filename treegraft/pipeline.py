@@ -314,8 +314,9 @@ def _own_modes() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        # As a context a device slows every call down, so it is entered only where it matters.
-        if torch.get_default_device().type != "cpu":
+        # As a context a device slows every call down, so it is entered only where it matters; and
+        # an empty tensor tells the default device sooner than torch's own question for it.
+        if not torch.empty(0).is_cpu:
             stack.enter_context(torch.device("cpu"))
         yield
 
