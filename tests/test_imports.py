@@ -42,7 +42,7 @@ LAW: dict[str, set[str]] = {
         "loading", "text",
     },
 }  # fmt: skip
-ON_TOP = {"scheduling", "bench", "cli", "__main__", "__init__"}
+ON_TOP = {"scheduling", "bench", "cli", "trace", "__main__", "__init__"}
 """Rooms that may import everything; nobody below imports them."""
 
 # The zoo's files are found by name like any model's.

@@ -21,16 +21,24 @@ from treegraft.core.errors import ConfigError, PromptError, TreegraftError
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.processors import Processors
-from treegraft.core.roles import Drafter, Scheduler
+from treegraft.core.roles import Drafter, Scheduler, TreeBackend, TreeBuilder
 from treegraft.core.sampling import History, Sampling
 from treegraft.core.stats import Generation, StepRecord
 from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import TokenTree
-from treegraft.decoding import Decoding, Parts, TargetCache
+from treegraft.decoding import Decoding, TargetCache
+from treegraft.drafting import Layer
 from treegraft.loading import Loader
+from treegraft.parts import Parts
+from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
-from treegraft.policies.schedulers import FixedConfig, FixedScheduler
+from treegraft.policies.schedulers import (
+    CostAwareConfig,
+    CostAwareScheduler,
+    FixedConfig,
+    FixedScheduler,
+)
 from treegraft.text import StopStrings, TextStream
 
 
@@ -44,6 +52,7 @@ class Chunk:
     step : the record of the step.
     tree : the draft tree that the target read. path : its committed nodes, top down: node
         ``path[j]`` holds ``tokens[j]``, and a token more than that is the target's bonus token.
+    layers : who was chosen in each layer, where it could draft, and what it brought.
     generation : the whole result, with the last chunk only.
     """
 
@@ -52,6 +61,7 @@ class Chunk:
     step: StepRecord
     tree: TokenTree
     path: tuple[int, ...]
+    layers: tuple[Layer, ...]
     generation: Generation | None = None
 
 
@@ -77,6 +87,7 @@ class Pipeline:
         tokenizer: Any,
         eos: Sequence[int],
         no_tokenizer: str = "",
+        calibration: Calibration | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -85,6 +96,12 @@ class Pipeline:
         self._eos = tuple(token for token in eos if token < parts.target.vocab_size)
         self._cache = TargetCache()
         self._current: object = None
+        self._calibration = calibration
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What maps scores to chances of acceptance; None where ``calibration.kind`` is none."""
+        return self._calibration
 
     @property
     def target(self) -> LanguageModel:
@@ -95,6 +112,11 @@ class Pipeline:
     def drafter_names(self) -> tuple[str, ...]:
         """Cheapest first, as numbered in statistics."""
         return tuple(self._parts.names)
+
+    @property
+    def builder(self) -> TreeBuilder:
+        """The shape of the tree: its depth, width and budget."""
+        return self._parts.builder
 
     def graph(self) -> nx.DiGraph:
         """The components and what flows between them; see ``composition.component_graph``."""
@@ -284,7 +306,7 @@ class Pipeline:
             generation = None
             if decoding.finish_reason is not None:
                 generation = self._finished(decoding, steps, prefill)
-            yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, generation)
+            yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, step.layers, generation)
 
     def _finished(
         self, decoding: Decoding, steps: list[StepRecord], prefill: dict[str, float]
@@ -372,28 +394,43 @@ def build_pipeline(
             built = build_component("drafter", drafter)
         drafters.append(guard(built, name, watch))
     tree_class = _TREES[config.backend.kind]
+    calibration = None
+    if config.calibration.kind == "online":
+        calibration = Calibration(config.calibration, len(drafters))
+
+    def tree() -> TreeBackend:
+        made = tree_class(target.vocab_size)
+        return made if calibration is None else CalibratedTree(made, calibration.for_text())
+
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
         names=config.drafter_names,
         builder=custom["builder"],
         graft=custom["graft"],
-        scheduler=_scheduler(config),
+        scheduler=_scheduler(config, custom["builder"].budget),
         verifier=custom["verifier"],
-        tree=lambda: tree_class(target.vocab_size),
+        tree=tree,
         watch=watch,
         riders=tuple(map(config.drafter_names.index, config.ride_along)),
         leftover=config.leftover,
     )
     source = config.target.model
     return Pipeline(
-        config, parts, loader.tokenizer(source), loader.eos(source), loader.no_tokenizer(source)
+        config,
+        parts,
+        loader.tokenizer(source),
+        loader.eos(source),
+        loader.no_tokenizer(source),
+        calibration,
     )
 
 
-def _scheduler(config: PipelineConfig) -> Scheduler:
+def _scheduler(config: PipelineConfig, budget: int) -> Scheduler:
     if isinstance(config.scheduler, FixedConfig):
         # Names become numbers here, where the drafters are known.
         return FixedScheduler(config.fixed_calls)
+    if isinstance(config.scheduler, CostAwareConfig):
+        return CostAwareScheduler(config.scheduler, config.drafter_names, budget)
     scheduler: Scheduler = build_component("scheduler", config.scheduler)
     return scheduler

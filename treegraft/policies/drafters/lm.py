@@ -278,7 +278,8 @@ class LmDrafter(ScoringDrafter):
             places = np.arange(base - n_text, base)
             visible[:n_text, :base] = np.arange(base) <= places[:, None]
             tokens = np.concatenate([np.array(pending, dtype=np.int64), tokens])
-            rows, positions = np.arange(base - n_text, base + last), np.concatenate([places, positions])
+            rows = np.arange(base - n_text, base + last)
+            positions = np.concatenate([places, positions])
         logits = self._model.forward(
             self._cache,
             torch.from_numpy(np.minimum(tokens, self._last_id)),
