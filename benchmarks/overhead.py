@@ -1,23 +1,24 @@
 """What a decoding step costs besides the forwards that it asks for.
 
-    python benchmarks/overhead.py [CONFIG ...] [--contexts 200,1900] [--json]
+    python benchmarks/overhead.py [CONFIG ...] [--contexts 500,8000] [--json]
 
-Every forward that a step asked of a model is repeated right after the step with arguments that are
-ready: the bare model of transformers on the same number of tokens, the same span and the same cache.
-What the step took beyond the sum of these is its overhead: trees, masks, look-ups, log-softmax, walk,
-statistics. All configs and contexts take turns step by step, so that a busy machine slows all alike.
-The share is 1 - (sum of bare forwards) / (sum of steps); milliseconds are medians over the steps, with
-the 10th and 90th percentile of the share over steps.
+Every forward that a step asked of a model is repeated right after the step with arguments that
+are ready: the bare model of transformers on as many tokens, with the same span and such a cache.
+What the step took beyond the sum of these is its overhead: trees, masks, look-ups, log-softmax,
+walk, statistics. All configs and contexts take turns step by step, so that a busy machine slows all
+alike, and with one thread the time is that of the thread on its core. The share is
+1 - (sum of bare forwards) / (sum of steps); milliseconds are medians over the steps, and beside
+the share stand its 10th and 90th percentile over steps. Seconds by stage are wall time.
 
-Contexts longer than the models were trained for are fine here: the text makes no sense then, the work
-is the same.
+Contexts longer than the models were trained for are fine here: the text makes no sense then, the
+work is the same.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,8 +45,8 @@ N_WARM = 4  # steps of each text that are not counted: first calls, and the prom
 class Recorded(LanguageModel):
     """A model that notes the forwards it is asked for, as (n, K, last_only)."""
 
-    def __init__(self, model: HFLanguageModel) -> None:
-        self.inner = model
+    def __init__(self, model: HFLanguageModel, clock: Callable[[], float]) -> None:
+        self.inner, self.clock = model, clock
         self.model = model.model  # the loader looks for the EOS ids here
         self.name, self.vocab_size = model.name, model.vocab_size
         self.max_positions, self.device = model.max_positions, model.device
@@ -92,9 +93,9 @@ class Recorded(LanguageModel):
             if last_only:
                 arguments["logits_to_keep"] = 1
             with torch.no_grad():
-                started = time.perf_counter()
+                started = self.clock()
                 self.model(**arguments)
-                taken += time.perf_counter() - started
+                taken += self.clock() - started
         return taken
 
 
@@ -108,6 +109,7 @@ class Arm:
     models: list[Recorded]
     texts: Iterator[list[int]]
     new_tokens: int
+    clock: Callable[[], float]
     steps: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
@@ -121,9 +123,9 @@ class Arm:
             options = {"max_new_tokens": self.new_tokens, "eos": ()}
             self._running = self.pipeline.stream(next(self.texts), **options)
             self._n_run = 0
-        started = time.perf_counter()
+        started = self.clock()
         chunk = next(self._running)
-        taken = time.perf_counter() - started
+        taken = self.clock() - started
         bare = sum(model.bare_seconds() for model in self.models)
         if chunk.generation is not None:
             self._running = None
@@ -167,12 +169,12 @@ def texts(context: int, seed: int) -> Iterator[list[int]]:
         yield text[-context:]
 
 
-def load(source: str, n_positions: int) -> Recorded:
+def load(source: str, n_positions: int, clock: Callable[[], float]) -> Recorded:
     """A model that takes at least ``n_positions``, whatever its config says."""
     model = AutoModelForCausalLM.from_pretrained(resolve(source), dtype=torch.float32).eval()
     limit = max(n_positions, model.config.max_position_embeddings)
     model.config.max_position_embeddings = limit
-    return Recorded(HFLanguageModel(model, name=source))
+    return Recorded(HFLanguageModel(model, name=source), clock)
 
 
 def main(
@@ -186,6 +188,7 @@ def main(
 ) -> None:
     """Share of a step that is not forwards, by config and context."""
     torch.set_num_threads(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
     sizes = [int(size) for size in contexts.split(",")]
     models: dict[str, Recorded] = {}
     arms: list[Arm] = []
@@ -196,12 +199,12 @@ def main(
         lms = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
         for source in (config.target.model, *lms):
             if source not in models:
-                models[source] = load(source, max(sizes) + new_tokens + 2048)
+                models[source] = load(source, max(sizes) + new_tokens + 2048, clock)
         for size in sizes:
             given: dict[str, LanguageModel] = dict(models)
             pipeline = build_pipeline(config, models=given)
             used = [models[source] for source in dict.fromkeys((config.target.model, *lms))]
-            arms.append(Arm(path.stem, size, pipeline, used, texts(size, 0), new_tokens))
+            arms.append(Arm(path.stem, size, pipeline, used, texts(size, 0), new_tokens, clock))
     for arm in arms:
         for model in arm.models:
             model.asked.clear()
@@ -213,7 +216,8 @@ def main(
     if as_json:
         print(json.dumps({"threads": threads, "temperature": temperature, "rows": rows}))
         return
-    print(f"{'config':12}{'context':>8}{'step ms':>9}{'bare ms':>9}{'outside':>9}{'share':>8}  p10..p90")
+    heads = f"{'step ms':>9}{'bare ms':>9}{'outside':>9}{'share':>8}  p10..p90"
+    print(f"{'config':12}{'context':>8}{heads}")
     for row in rows:
         print(
             f"{row['config']:12}{row['context']:8}{row['step_ms']:9.2f}{row['bare_ms']:9.2f}"

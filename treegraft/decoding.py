@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treegraft.core.language_model import LanguageModel, extend
+from treegraft.core.language_model import LanguageModel, extend, has_nan
 from treegraft.core.roles import Commit, Context, TargetTop, TreeTop
 from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
 from treegraft.core.stats import StepRecord
@@ -142,8 +142,7 @@ class Decoding:
         draft = self._drafting.draft()
         tree = draft.tree
         logits = self._forward(tree, n_kv)
-        # One column tells: a NaN in a node's state is in all its logits.
-        if bool(logits[:, 0].isnan().any()):
+        if has_nan(logits):
             tree, logits = self._without_draft(tree, logits)
         with parts.watch.stage("verify"):
             target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
@@ -172,8 +171,8 @@ class Decoding:
                 source = torch.tensor([n_kv + i for i, _ in moved])
                 place = torch.tensor([n_kv + j for _, j in moved])
                 parts.target.move_(self.cache.content, source, place)
-        number = tree.node.tolist()
-        nodes = [number[i] for i in path]
+        number, held = tree.node.tolist(), tree.proposers.tolist()
+        nodes, proposers = [number[i] for i in path], [held[i] for i in path]
         if self.finish_reason is None:
             commit = Commit(tuple(tokens), tuple(nodes), top, tree_top)
             for drafter in parts.drafters:
@@ -182,7 +181,6 @@ class Decoding:
             self._drafting.committed(nodes, tokens, more=self.finish_reason is None)
         n = len(parts.drafters)
         source = tree.source.tolist()
-        proposers = tree.proposers[list(path)].tolist()
         record = StepRecord(
             n_new=len(tokens),
             n_path=len(verdict.path),
@@ -234,7 +232,7 @@ class Decoding:
         drawn = None if tree.ledger is None else tree.ledger.of_root()
         bare = replace(TokenTree.root_only(text[-1]), ledger=drawn)
         logits = self._forward(bare, len(text) - 1)
-        self._own_nan = bool(logits[:, 0].isnan().any())
+        self._own_nan = has_nan(logits)
         notice = (
             f"target {target.name!r} gives NaN for this text"
             if self._own_nan

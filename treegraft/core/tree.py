@@ -249,16 +249,17 @@ class TokenTree:
     @staticmethod
     def root_only(token: int) -> TokenTree:
         """The tree of plain decoding: the last committed token and nothing else."""
-        zero = torch.zeros(1, dtype=torch.int64)
+        zero = torch.from_numpy(np.zeros(1, dtype=np.int64))
+        nobody = torch.from_numpy(np.array([NOBODY]))
         return TokenTree(
-            token=torch.tensor([token]),
+            token=torch.from_numpy(np.array([token])),
             parent=zero,
             depth=zero,
-            logprob=torch.zeros(1, dtype=torch.float32),
-            source=zero + NOBODY,
-            scorer=zero + NOBODY,
+            logprob=torch.from_numpy(np.zeros(1, dtype=np.float32)),
+            source=nobody,
+            scorer=nobody,
             proposers=zero,
-            ancestors=torch.ones(1, 1, dtype=torch.bool),
+            ancestors=torch.from_numpy(np.ones((1, 1), dtype=np.bool_)),
             node=zero,
         )
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from treegraft.core.language_model import LanguageModel, extend
+from treegraft.core.language_model import LanguageModel, extend, has_nan
 from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
 from treegraft.core.sampling import keyed_gumbel
 from treegraft.core.tree import ROOT, Proposals
@@ -287,8 +287,7 @@ class LmDrafter(ScoringDrafter):
             torch.from_numpy(positions),
             torch.from_numpy(visible),
         )
-        # One column tells: a NaN in a node's state is in all its logits.
-        self._spoiled = self._spoiled or bool(logits[:, 0].isnan().any())
+        self._spoiled = self._spoiled or has_nan(logits)
         self._keep(logits[n_text:], first, last)
         self._n_kv = max(self._n_kv, base)
 
