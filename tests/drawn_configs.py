@@ -106,9 +106,13 @@ def ngram(room: Room) -> st.SearchStrategy[Options]:
     n = st.integers(1, 5)
     lengths = st.tuples(n, n).map(sorted)
     return st.builds(
-        lambda ns, length: {"kind": "ngram", "min_n": ns[0], "max_n": ns[1], "length": length},
+        lambda ns, length, more: (
+            {"kind": "ngram", "min_n": ns[0], "max_n": ns[1], "length": length}
+            | ({"long_length": length + more} if more else {})
+        ),
         lengths,
         st.integers(1, 7),
+        st.integers(0, 9),
     )
 
 
