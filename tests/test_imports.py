@@ -29,7 +29,9 @@ LAW: dict[str, set[str]] = {
     "text": set(),
     "policies": {"core"},
     "backends": {"core"},
-    "decoding": {"core"},
+    "parts": {"core"},
+    "drafting": {"core", "parts"},
+    "decoding": {"core", "drafting", "parts"},
     "prompts": {"core"},
     "zoo": {"core"},
     "corpus": {"core", "backends", "prompts"},
@@ -39,7 +41,7 @@ LAW: dict[str, set[str]] = {
     "loading": {"core", "backends", "config"},
     "pipeline": {
         "core", "backends", "policies", "config", "components", "composition", "decoding",
-        "loading", "text",
+        "drafting", "loading", "parts", "text",
     },
 }  # fmt: skip
 ON_TOP = {"scheduling", "bench", "cli", "trace", "__main__", "__init__"}
@@ -54,6 +56,8 @@ OUTSIDE: dict[str, set[str]] = {
     "text": set(),
     "policies": {"torch", "numpy", "pydantic"},
     "backends": {"torch", "numpy"},
+    "parts": set(),
+    "drafting": {"torch", "numpy"},
     "decoding": {"torch", "numpy"},
     "prompts": set(),
     "corpus": set(),
@@ -66,6 +70,7 @@ OUTSIDE: dict[str, set[str]] = {
 OUTSIDE_OF_MODULE = {
     "treegraft.backends.reference": {"networkx"},
     "treegraft.backends.kv": {"transformers"},
+    "treegraft.backends.head": {"transformers", "safetensors"},
     "treegraft.backends.hf": {"transformers"},
     "treegraft.backends.processors": {"transformers"},
 }
