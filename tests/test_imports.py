@@ -31,8 +31,8 @@ LAW: dict[str, set[str]] = {
     "backends": {"core"},
     "parts": {"core"},
     "drafting": {"core", "parts"},
-    "decoding": {"core", "drafting", "parts"},
-    "prompts": {"core"},
+    "decoding": {"core", "parts", "drafting"},
+    "prompts": {"core", "zoo"},
     "zoo": {"core"},
     "corpus": {"core", "backends", "prompts"},
     "config": {"core", "policies"},
@@ -40,8 +40,8 @@ LAW: dict[str, set[str]] = {
     "composition": {"core", "config", "components"},
     "loading": {"core", "backends", "config"},
     "pipeline": {
-        "core", "backends", "policies", "config", "components", "composition", "decoding",
-        "drafting", "loading", "parts", "text",
+        "core", "backends", "policies", "config", "components", "composition", "parts",
+        "drafting", "decoding", "loading", "text",
     },
 }  # fmt: skip
 ON_TOP = {"scheduling", "bench", "cli", "trace", "__main__", "__init__"}
