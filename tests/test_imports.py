@@ -70,6 +70,7 @@ OUTSIDE: dict[str, set[str]] = {
 OUTSIDE_OF_MODULE = {
     "treegraft.backends.reference": {"networkx"},
     "treegraft.backends.kv": {"transformers"},
+    "treegraft.backends.head": {"transformers", "safetensors"},
     "treegraft.backends.hf": {"transformers"},
     "treegraft.backends.processors": {"transformers"},
 }

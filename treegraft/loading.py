@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from treegraft.backends.datastore import Datastore, check_tokenizer, open_datastore
-from treegraft.backends.sources import check_device, resolve
+from treegraft.backends.sources import check_device, resolve, resolve_head
 from treegraft.backends.vocabulary import check_vocabularies, fingerprint
 from treegraft.config import BackendConfig
+from treegraft.core.draft_head import DraftHead
+from treegraft.core.errors import ConfigError, UnsupportedModelError
 from treegraft.core.language_model import LanguageModel
 
 
@@ -18,10 +20,19 @@ class Loader:
     transformers is imported with the first model that has to be loaded, not before.
     """
 
-    def __init__(self, backend: BackendConfig, models: dict[str, LanguageModel]) -> None:
+    def __init__(
+        self, backend: BackendConfig, models: Mapping[str, LanguageModel | DraftHead]
+    ) -> None:
         self._backend = backend
         self._given = frozenset(models)
-        self._models = models
+        self._models: dict[str, LanguageModel] = {}
+        # By name and target; None is a head that was handed in.
+        self._heads: dict[tuple[str, str | None], DraftHead] = {}
+        for name, model in models.items():
+            if isinstance(model, DraftHead):
+                self._heads[name, None] = model
+            else:
+                self._models[name] = model
         self._tokenizers: dict[str, tuple[Any, str]] = {}
         self._datastores: dict[str, Datastore] = {}
 
@@ -32,8 +43,37 @@ class Loader:
     def check_sources(self, sources: Iterable[str]) -> None:
         """ConfigError for the first name that leads nowhere, before anything is loaded."""
         for source in sources:
+            if (source, None) in self._heads:
+                raise ConfigError(f"{source!r} is a draft head: name it as model of kind head")
             if source not in self._models:
                 resolve(source)
+
+    def check_head(self, source: str) -> None:
+        """ConfigError unless this is the name of a draft head, before anything is loaded."""
+        if source in self._models:
+            raise ConfigError(f"{source!r} is a language model: name it as model of kind lm")
+        if (source, None) not in self._heads:
+            resolve_head(source)
+
+    def head(self, source: str, target: str) -> DraftHead:
+        """The draft head of this name for the target of that, loaded at most once.
+
+        UnsupportedModelError if it was made for another target.
+        """
+        model = self.model(target)
+        head = self._heads.get((source, None)) or self._heads.get((source, target))
+        if head is None:
+            from treegraft.backends.head import load_head
+
+            head = self._heads[source, target] = load_head(source, model)
+        found = (head.vocab_size, head.hidden_size)
+        expected = (model.vocab_size, model.hidden_size)
+        if found != expected:
+            raise UnsupportedModelError(
+                f"head {source!r} has (vocabulary, hidden states) of widths {found}, target "
+                f"{target!r} has {expected}: use a head that was trained for it"
+            )
+        return head
 
     def model(self, source: str) -> LanguageModel:
         """The model of this name, loaded at most once."""

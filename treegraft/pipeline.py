@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -17,7 +18,13 @@ from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
 from treegraft.composition import component_graph
 from treegraft.config import PipelineConfig, override
-from treegraft.core.errors import ConfigError, PromptError, TreegraftError
+from treegraft.core.draft_head import DraftHead
+from treegraft.core.errors import (
+    ConfigError,
+    PromptError,
+    TreegraftError,
+    UnsupportedModelError,
+)
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.processors import Processors
@@ -32,6 +39,7 @@ from treegraft.loading import Loader
 from treegraft.parts import Parts
 from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
+from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.schedulers import (
     CostAwareConfig,
@@ -346,7 +354,7 @@ def _own_modes() -> Iterator[None]:
 
 def build_pipeline(
     config: PipelineConfig,
-    models: Mapping[str, LanguageModel] | None = None,
+    models: Mapping[str, LanguageModel | DraftHead] | None = None,
     tokenizer: Any = None,
     loader: Loader | None = None,
 ) -> Pipeline:
@@ -355,8 +363,8 @@ def build_pipeline(
     Parameters
     ----------
     config : from ``load_config``, ``parse_config`` or ``PipelineConfig(...)``.
-    models : models that are already loaded, by the name that the config uses for them; the others
-        are loaded. Two roles that name one model share its weights.
+    models : models and draft heads that are already loaded, by the name that the config uses for
+        them; the others are loaded. Two roles that name one model share its weights.
     tokenizer : instead of the target's own.
     loader : a loader that earlier pipelines of the same backend settings used, to share what it
         has loaded; then ``models`` is not looked at.
@@ -377,6 +385,9 @@ def build_pipeline(
     loader.check_sources([config.target.model, *named])
     if tokenizer is not None:
         loader.give_tokenizer(config.target.model, tokenizer)
+    for drafter in config.drafters:
+        if isinstance(drafter, HeadConfig):
+            loader.check_head(drafter.model)
     stores = [drafter.path for drafter in config.drafters if isinstance(drafter, DatastoreConfig)]
     for path in stores:
         loader.check_datastore(config.target.model, path)
@@ -388,11 +399,21 @@ def build_pipeline(
             model = loader.model(drafter.model)
             loader.check_vocabularies(config.target.model, drafter.model)
             built = build_component("drafter", drafter, TimedModel(model, name, watch))
+        elif isinstance(drafter, HeadConfig):
+            head = loader.head(drafter.model, config.target.model)
+            built = build_component(
+                "drafter", drafter, head, partial(TimedModel, name=name, watch=watch)
+            )
         elif isinstance(drafter, DatastoreConfig):
             loader.check_datastore(config.target.model, drafter.path)
             built = build_component("drafter", drafter, loader.datastore(drafter.path))
         else:
             built = build_component("drafter", drafter)
+        if built.target_hidden and target.hidden_size is None:
+            raise UnsupportedModelError(
+                f"drafter {name!r} asks for hidden states, and target {target.name!r} hands out "
+                "none: leave the drafter out or use another target"
+            )
         drafters.append(guard(built, name, watch))
     tree_class = _TREES[config.backend.kind]
     calibration = None

@@ -150,6 +150,35 @@ class HFLanguageModel(LanguageModel):
             logits = logits.float()
         return logits
 
+    def forward_hidden(
+        self, cache: KVSlab, tokens: Tensor, rows: Tensor, positions: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read ``n`` tokens; logits and hidden states: see LanguageModel.forward_hidden."""
+        with self._states_shown() as states:
+            logits = self.forward(cache, tokens, rows, positions, visible)
+        if not states:
+            raise UnsupportedModelError(f"{self._label} hands out no hidden states")
+        return logits, states[-1]
+
+    @contextmanager
+    def _states_shown(self) -> Iterator[list[Tensor]]:
+        """A list that gets what each forward gives its output layer, float [n, d].
+
+        A hook that is gone when the forward is over: what a model's own ``output_hidden_states``
+        calls the last one is not what its output layer reads in every architecture.
+        """
+        states: list[Tensor] = []
+
+        def note(_: Any, given: tuple[Any, ...]) -> None:
+            if given:
+                states.append(given[0].detach().flatten(0, -2))
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(note)
+        try:
+            yield states
+        finally:
+            hook.remove()
+
     def move_(self, cache: KVSlab, source: Tensor, target: Tensor) -> None:
         """Copy cache rows: see LanguageModel.move_."""
         with torch.no_grad():
@@ -216,8 +245,9 @@ class HFLanguageModel(LanguageModel):
         """Read one token, to learn what the layers store and how wide the logits are."""
         cache = self.new_cache(1)
         zero = torch.zeros(1, dtype=torch.int64)
-        with self._refusing("one token"):
+        with self._refusing("one token"), self._states_shown() as states:
             logits = self.forward(cache, zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))
+        self.hidden_size = states[-1].shape[-1] if states else None
         self._layout = cache.layout()
         if all(shapes is None for shapes in self._layout):
             raise UnsupportedModelError(

@@ -28,8 +28,8 @@ Drafters = Annotated[
     list[str] | None,
     typer.Option(
         "--drafter",
-        help="A kind (ngram, suffix, recycle), datastore:DIR, a model, or package.module:Class; "
-        "repeat, cheapest first.",
+        help="A kind (ngram, suffix, recycle), datastore:DIR, head:DIR, a model, or "
+        "package.module:Class; repeat, cheapest first.",
     ),
 ]
 SchedulerName = Annotated[
@@ -195,6 +195,10 @@ def _drafter(text: str) -> dict[str, Any]:
                 f"--drafter {text} needs a folder: datastore:DIR, made by treegraft datastore build"
             )
         return {"kind": kind, "path": path}
+    if kind == "head":
+        if not path:
+            raise ConfigError(f"--drafter {text} needs a draft head: head:DIR or head:zoo:head")
+        return {"kind": kind, "model": path}
     if text in kinds:
         needed = [n for n, field in kinds[text][0].model_fields.items() if field.is_required()]
         if needed:

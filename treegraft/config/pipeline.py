@@ -27,7 +27,8 @@ from treegraft.policies.builders import (
 )
 from treegraft.policies.calibration import CalibrationConfig
 from treegraft.policies.drafters.datastore import DatastoreConfig
-from treegraft.policies.drafters.lm import LmConfig
+from treegraft.policies.drafters.head import HeadConfig
+from treegraft.policies.drafters.lm import LmConfig, ModelDrafterConfig
 from treegraft.policies.drafters.ngram import NgramConfig
 from treegraft.policies.drafters.recycle import RecycleConfig
 from treegraft.policies.drafters.suffix import SuffixConfig
@@ -77,6 +78,7 @@ DrafterConfig = Annotated[
     | Annotated[RecycleConfig, Tag("recycle")]
     | Annotated[DatastoreConfig, Tag("datastore")]
     | Annotated[LmConfig, Tag("lm")]
+    | Annotated[HeadConfig, Tag("head")]
     | Annotated[CustomDrafterConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
@@ -262,7 +264,7 @@ class PipelineConfig(Strict):
         for name in self.ride_along:
             if name not in names:
                 raise ValueError(f"ride_along names drafter {name!r}, found drafters {list(names)}")
-            if isinstance(self.drafters[names.index(name)], LmConfig):
+            if isinstance(self.drafters[names.index(name)], ModelDrafterConfig):
                 raise ValueError(
                     f"ride_along takes drafters that do not score, found {name!r}, which is a model"
                 )
@@ -324,7 +326,7 @@ class PipelineConfig(Strict):
             return True
         draws = any(
             drafter.children != "topk"
-            if isinstance(drafter, LmConfig)
+            if isinstance(drafter, ModelDrafterConfig)
             else isinstance(drafter, CustomConfig)
             for drafter in self.drafters
         )
@@ -374,7 +376,7 @@ def _is_unicode(text: str) -> bool:
 def _name(drafter: DrafterConfig) -> str:
     if drafter.name is not None:
         return drafter.name
-    if isinstance(drafter, LmConfig):
+    if isinstance(drafter, ModelDrafterConfig):
         return drafter.model.replace(":", "/").rstrip("/").split("/")[-1]
     return drafter.kind.split(":")[-1]
 

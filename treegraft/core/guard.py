@@ -82,6 +82,7 @@ class _GuardedDrafter(Drafter):
         self._boundary = boundary
         self.target_top = drafter.target_top
         self.tree_top = drafter.tree_top
+        self.target_hidden = drafter.target_hidden
         self.limit = drafter.limit
 
     def begin(self, context: Context) -> None:
@@ -103,6 +104,7 @@ class _GuardedScoringDrafter(ScoringDrafter):
         self._boundary = boundary
         self.target_top = drafter.target_top
         self.tree_top = drafter.tree_top
+        self.target_hidden = drafter.target_hidden
         self.limit = drafter.limit
 
     def begin(self, context: Context) -> None:
