@@ -10,11 +10,43 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardCounts:
+    """How the forwards of a model that may be compiled ran.
+
+    Attributes
+    ----------
+    compiled : by a compiled program. eager : by the model's own code, as was chosen for their kind
+        at warm-up (prefill always). outside : by the model's own code because no program and no
+        bucket fits them.
+    """
+
+    compiled: int = 0
+    eager: int = 0
+    outside: int = 0
+
+    def __add__(self, other: ForwardCounts) -> ForwardCounts:
+        return ForwardCounts(
+            self.compiled + other.compiled,
+            self.eager + other.eager,
+            self.outside + other.outside,
+        )
+
+    def since(self, before: ForwardCounts) -> ForwardCounts:
+        """What was counted after ``before``."""
+        return ForwardCounts(
+            self.compiled - before.compiled,
+            self.eager - before.eager,
+            self.outside - before.outside,
+        )
 
 
 class LanguageModel(ABC):
@@ -26,12 +58,16 @@ class LanguageModel(ABC):
     vocab_size : number of token ids that may be emitted (V); ids are 0..V-1.
     max_positions : how many positions the model can address, or None if it does not say.
     device : where logits are returned.
+    forwards : how its forwards ran so far, or None where none is compiled.
+    compiled_as : what was compiled, in one line; None where nothing was to be.
     """
 
     name: str
     vocab_size: int
     max_positions: int | None
     device: torch.device
+    forwards: ForwardCounts | None = None
+    compiled_as: str | None = None
 
     @abstractmethod
     def new_cache(self, n_rows: int, old: Any = None) -> Any:
