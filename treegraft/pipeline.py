@@ -300,9 +300,9 @@ class Pipeline:
     def _run(self, decoding: Decoding) -> Iterator[Chunk]:
         self._current = decoding
         counted = {
-            name: replace(model.forwards)
+            name: replace(model.forward_counts)
             for name, model in self._models.items()
-            if model.forwards is not None
+            if model.forward_counts is not None
         }
         watch = self._parts.watch
         watch.lap()
@@ -341,7 +341,7 @@ class Pipeline:
         forwards = {
             name: found.since(before)
             for name, before in counted.items()
-            if (found := self._models[name].forwards) is not None
+            if (found := self._models[name].forward_counts) is not None
         }
         new = history.tokens[history.n_prompt :]
         text = None

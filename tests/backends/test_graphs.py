@@ -88,12 +88,12 @@ def n_programs() -> int:
 def test_a_compiled_model_reads_a_tree_as_the_model_does(
     target: HFLanguageModel, compiled: CompiledModel
 ) -> None:
-    before = replace(compiled.forwards)
+    before = replace(compiled.forward_counts)
     own, _ = tree_and_path_logits(target, 9, FORK, dice())
     tree, paths = tree_and_path_logits(compiled, 9, FORK, dice())
     assert torch.allclose(tree, own, rtol=0, atol=1e-12)
     assert torch.allclose(tree, paths, rtol=0, atol=1e-12)
-    counted = compiled.forwards.since(before)
+    counted = compiled.forward_counts.since(before)
     assert counted.compiled > 1
     assert counted == ForwardCounts(compiled=counted.compiled)
 
@@ -204,7 +204,7 @@ def test_another_number_of_threads_runs_eagerly_and_is_counted(
     target: HFLanguageModel, compiled: CompiledModel
 ) -> None:
     threads = torch.get_num_threads()
-    before, n_made = replace(compiled.forwards), n_programs()
+    before, n_made = replace(compiled.forward_counts), n_programs()
     try:
         torch.set_num_threads(threads + 1)
         found, _ = tree_and_path_logits(compiled, 5, FORK, dice())
@@ -212,7 +212,7 @@ def test_another_number_of_threads_runs_eagerly_and_is_counted(
     finally:
         torch.set_num_threads(threads)
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-    counted = compiled.forwards.since(before)
+    counted = compiled.forward_counts.since(before)
     assert counted.outside > 0
     assert counted.compiled == 0
     assert n_programs() == n_made
@@ -245,7 +245,7 @@ def plan_with(compiler: Any, **changes: Any) -> GraphPlan:
 def test_on_raises_one_line_where_no_sound_program_can_be_made(
     small: HFLanguageModel, compiler: Any
 ) -> None:
-    with pytest.raises(ConfigError, match="backend.compile 'on' cannot compile 'small'") as fault:
+    with pytest.raises(ConfigError, match=r"backend\.compile 'on' cannot compile 'small'") as fault:
         CompiledModel(small, plan_with(compiler))
     assert "\n" not in str(fault.value)
     tree, paths = tree_and_path_logits(small, 9, FORK, dice())  # the model is as it was
@@ -266,8 +266,8 @@ def test_auto_stays_eager_where_programs_are_slower_and_says_so(small: HFLanguag
     assert [choice.compiled for choice in made.graphs.choices] == [False, False]
     assert str(made.graphs).count(": eager (") == 2
     tree_and_path_logits(made, 9, FORK, dice())
-    assert made.forwards.eager > 0
-    assert made.forwards == ForwardCounts(eager=made.forwards.eager)
+    assert made.forward_counts.eager > 0
+    assert made.forward_counts == ForwardCounts(eager=made.forward_counts.eager)
 
 
 def test_on_compiles_also_where_programs_are_slower_and_tells_how_far_it_is(
@@ -286,7 +286,7 @@ def test_other_families_are_compiled_with_their_masks(name: str) -> None:
     found, _ = tree_and_path_logits(made, 13, [0] * 21, dice(1))
     expected, _ = tree_and_path_logits(model, 13, [0] * 21, dice(1))
     assert torch.allclose(found, expected, rtol=0, atol=1e-9)
-    assert made.forwards.outside == 0
+    assert made.forward_counts.outside == 0
 
 
 def test_a_model_of_ones_own_cannot_be_compiled_and_auto_says_so() -> None:
@@ -302,7 +302,7 @@ def test_yaml_reads_on_and_off_as_switches() -> None:
     for given_, meant in ((True, "on"), (False, "off"), ("auto", "auto")):
         config = {"target": {"model": "m"}, "backend": {"compile": given_}}
         assert parse_config(config).backend.compile == meant
-    with pytest.raises(ConfigError, match="backend.compile"):
+    with pytest.raises(ConfigError, match=r"backend\.compile"):
         parse_config({"target": {"model": "m"}, "backend": {"compile": "maybe"}})
 
 
@@ -315,7 +315,7 @@ def test_many_models_of_one_process_do_not_share_a_limit_on_programs() -> None:
         model = HFLanguageModel(build("llama", seed=seed, num_hidden_layers=1), self_test=False)
         made = CompiledModel(model, QUICK)
         tree_and_path_logits(made, 5, FORK, dice())
-        assert made.forwards.outside == 0
+        assert made.forward_counts.outside == 0
 
 
 @pytest.mark.slow
@@ -347,4 +347,4 @@ def test_inductor_gives_the_same_logits() -> None:
     found, _ = tree_and_path_logits(made, 9, FORK, dice())
     expected, _ = tree_and_path_logits(model, 9, FORK, dice())
     assert torch.allclose(found, expected, rtol=0, atol=1e-4)
-    assert made.forwards.outside == 0
+    assert made.forward_counts.outside == 0

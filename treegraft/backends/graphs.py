@@ -28,7 +28,7 @@ from treegraft.backends.sources import one_line
 from treegraft.core.errors import ConfigError
 from treegraft.core.language_model import ForwardCounts, LanguageModel
 
-__all__ = ["BUCKETS", "Choice", "CompiledModel", "GraphPlan", "GraphReport"]
+__all__ = ["BUCKETS", "CompiledModel", "ForwardChoice", "GraphPlan", "GraphReport"]
 
 Compiler = Literal["inductor", "aot_eager", "eager"]
 
@@ -65,13 +65,13 @@ class GraphPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ForwardChoice:
     """What the warm-up measured for one kind of forward, and what it chose.
 
     Attributes
     ----------
     kind : ``one query`` or ``several queries``. n : queries of the forwards that were timed.
-    eager_ms, compiled_ms : the fastest of some forwards. compiled : which of the two runs from now on.
+    eager_ms, compiled_ms : the fastest of some forwards. compiled : which of the two runs now.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class GraphReport:
 
     model: str
     compiler: Compiler | None
-    choices: tuple[Choice, ...]
+    choices: tuple[ForwardChoice, ...]
     seconds: float
     buckets: bool
     captured: bool
@@ -130,7 +130,7 @@ class CompiledModel(LanguageModel):
     Attributes
     ----------
     report : what was decided about the model. graphs : what the warm-up made of it.
-    forwards : how the forwards ran, from the first on.
+    forward_counts : how the forwards ran, from the first on.
 
     Raises
     ------
@@ -150,7 +150,7 @@ class CompiledModel(LanguageModel):
         self.vocab_size = model.vocab_size
         self.max_positions = model.max_positions
         self.device = model.device
-        self.forwards = self._counts = ForwardCounts()
+        self.forward_counts = self._counts = ForwardCounts()
         self._buckets = plan.buckets
         self._capture = plan.buckets and model.device.type == "cuda"
         self._graphs = _CudaGraphs(self.device) if self._capture else None
@@ -274,7 +274,7 @@ class CompiledModel(LanguageModel):
 
     def _make(
         self, compiler: Compiler, plan: GraphPlan, on_progress: Callable[[int, int], None]
-    ) -> tuple[Choice, ...]:
+    ) -> tuple[ForwardChoice, ...]:
         """Make the programs, check their logits against the model's own, time both."""
         # Every program belongs to a code object, and the limit on programs per code object would
         # be shared by all models of a process.
@@ -309,7 +309,7 @@ class CompiledModel(LanguageModel):
 
     def _time(
         self, kind: str, program: Callable[..., Tensor], plan: GraphPlan, slab: KVSlab
-    ) -> Choice:
+    ) -> ForwardChoice:
         n = 1 if _QUERIES[kind][0] == 1 else min(max(2, plan.n_nodes), BUCKETS[-1])
         taken: dict[Callable[..., Tensor], list[float]] = {_read: [], program: []}
         for _ in range(2 + _ROUNDS):
@@ -321,7 +321,7 @@ class CompiledModel(LanguageModel):
                 seconds.append(time.perf_counter() - began)
         # What a busy machine does to a forward only ever adds to its time.
         eager, compiled = (1e3 * min(s[2:]) for s in taken.values())
-        return Choice(kind, n, eager, compiled, plan.mode == "on" or compiled < eager)
+        return ForwardChoice(kind, n, eager, compiled, plan.mode == "on" or compiled < eager)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

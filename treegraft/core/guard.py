@@ -144,7 +144,7 @@ class TimedModel(LanguageModel):
         self.max_positions = model.max_positions
         self.device = model.device
         # The counts themselves: the model goes on counting in them.
-        self.forwards = model.forwards
+        self.forward_counts = model.forward_counts
 
     def new_cache(self, n_rows: int, old: Any = None) -> Any:
         return self._model.new_cache(n_rows, old)

@@ -58,7 +58,7 @@ class LanguageModel(ABC):
     vocab_size : number of token ids that may be emitted (V); ids are 0..V-1.
     max_positions : how many positions the model can address, or None if it does not say.
     device : where logits are returned.
-    forwards : how its forwards ran so far, or None where none is compiled.
+    forward_counts : how its forwards ran so far, or None where none is compiled.
     compiled_as : what was compiled, in one line; None where nothing was to be.
     """
 
@@ -66,7 +66,7 @@ class LanguageModel(ABC):
     vocab_size: int
     max_positions: int | None
     device: torch.device
-    forwards: ForwardCounts | None = None
+    forward_counts: ForwardCounts | None = None
     compiled_as: str | None = None
 
     @abstractmethod
