@@ -175,11 +175,15 @@ class Drafting:
                 break
             n_reached.append(reached.shape[0])
             # A layer that found nothing leaves the frontier to the next drafter.
-            if reached.shape[0]:
-                frontier = reached
+            frontier = reached if reached.shape[0] else self._living(frontier)
             if not frontier.shape[0]:
                 break
         return layers
+
+    def _living(self, frontier: Tensor) -> Tensor:
+        """``frontier`` without the nodes that a graft has taken out; the root if none is left."""
+        living = frontier[self._tree.alive[frontier]]
+        return living if living.shape[0] or not frontier.shape[0] else torch.tensor([ROOT])
 
     def _choose(
         self, layer: int, calls: Sequence[int], frontier: Tensor, reached: Sequence[int]
@@ -214,9 +218,10 @@ class Drafting:
         for i in (*riders, index):
             if i == index and self._within_limit(index) != index:
                 return Touched(frontier, torch.zeros_like(frontier)), riders, False
+            where = self._living(frontier) if visits else frontier
             with named("graft", parts.graft, "visit"):
                 visits.append(
-                    parts.graft.visit(tree, parts.drafters[i], i, frontier, parts.builder.width)
+                    parts.graft.visit(tree, parts.drafters[i], i, where, parts.builder.width)
                 )
         if not riders:
             return visits[0], (), True

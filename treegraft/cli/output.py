@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 __all__ = [
@@ -214,11 +215,11 @@ def loading(label: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def working(label: str) -> Iterator[None]:
-    """Say on a terminal what is going on while nothing can be counted."""
+def working(label: str) -> Iterator[Callable[[str], None]]:
+    """Say on a terminal what is going on while nothing can be counted; yields what changes it."""
     console = stderr()
     if not console.is_terminal:
-        yield
+        yield lambda _: None
         return
-    with console.status(label):
-        yield
+    with console.status(label) as status:
+        yield lambda text: status.update(escape(text))

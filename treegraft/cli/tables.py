@@ -14,17 +14,24 @@ if TYPE_CHECKING:
     from treegraft.bench.comparison import ArmSummary, Comparison
     from treegraft.core.stats import Statistics
 
-__all__ = ["check_report", "comparison_report", "slower_in_words", "statistics_report"]
+__all__ = [
+    "check_report",
+    "comparison_report",
+    "new_table",
+    "slower_in_words",
+    "statistics_report",
+    "text_row",
+]
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     return table
 
 
-def _row(table: Table, *cells: str) -> None:
+def text_row(table: Table, *cells: str) -> None:
     # Text and not str: names of models may hold what rich takes for markup.
     table.add_row(*(Text(cell) for cell in cells))
 
@@ -45,7 +52,7 @@ def comparison_report(comparison: Comparison) -> Group:
 
 
 def _speed(summaries: list[ArmSummary], base: str) -> Table:
-    table = _table(
+    table = new_table(
         "Speed (tokens per second of decoding, prefill included)",
         "config",
         "tokens/s",
@@ -59,7 +66,7 @@ def _speed(summaries: list[ArmSummary], base: str) -> Table:
     )
     for s in summaries:
         n = len(s.differences)
-        _row(
+        text_row(
             table,
             s.name,
             f"{s.statistics.tokens_per_second:.1f}",
@@ -76,25 +83,25 @@ def _speed(summaries: list[ArmSummary], base: str) -> Table:
 
 def _seconds(summaries: list[ArmSummary]) -> Table:
     stages = list(summaries[0].seconds)
-    table = _table("Shares of the seconds", "config", "seconds", *stages, "no forward")
+    table = new_table("Shares of the seconds", "config", "seconds", *stages, "no forward")
     for s in summaries:
         total = sum(s.seconds.values())
         shares = [f"{seconds / max(total, 1e-9):.0%}" for seconds in s.seconds.values()]
         overhead = f"{s.statistics.overhead_share:.0%}"
-        _row(table, s.name, f"{total:.2f}", *shares, overhead)
+        text_row(table, s.name, f"{total:.2f}", *shares, overhead)
     table.caption = "no forward: neither in a forward of the target (prefill too) nor of a drafter"
     table.caption_justify = "left"
     return table
 
 
 def _drafters(summaries: list[ArmSummary]) -> Table:
-    table = _table(
+    table = new_table(
         "Drafters (nodes by the drafter that proposed them first)", "config", *_DRAFTER_COLUMNS
     )
     table.columns[1].justify = "left"
     for s in summaries:
         for name, figures in _by_drafter(s.statistics).items():
-            _row(table, s.name, name, *figures)
+            text_row(table, s.name, name, *figures)
     table.caption = (
         "proposed: as the first or after others; alone: accepted, and proposed by nobody else; by "
         "depth: accepted at depth 1, 2, ..."
@@ -135,10 +142,10 @@ def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
 
 def _kinds(comparison: Comparison) -> Table:
     base, *others = comparison.arms
-    table = _table(f"Ratio to {base} by kind of prompt", "kind", "prompts", *others)
+    table = new_table(f"Ratio to {base} by kind of prompt", "kind", "prompts", *others)
     for kind, n in comparison.kinds.items():
         ratios = [f"{comparison.ratio(arm, kind).total:.2f}" for arm in others]
-        _row(table, kind, str(n), *ratios)
+        text_row(table, kind, str(n), *ratios)
     return table
 
 
@@ -176,9 +183,9 @@ def statistics_report(statistics: Statistics) -> Group:
         ran = f"{counts.compiled} compiled, {counts.eager} eager, {counts.outside} outside"
         parts.append(Text(f"forwards of {name}: {ran}"))
     if statistics.drafters:
-        drafters = _table("", *_DRAFTER_COLUMNS)
+        drafters = new_table("", *_DRAFTER_COLUMNS)
         for name, cells in _by_drafter(statistics).items():
-            _row(drafters, name, *cells)
+            text_row(drafters, name, *cells)
         parts.append(drafters)
     return Group(*parts)
 
@@ -190,12 +197,14 @@ _MOST_TIES = 3
 def check_report(check: Check) -> Group:
     """One row per prompt and mode, then every fault and the first ties of each text in words."""
     columns = ("prompt", "mode", "verdict", "tokens", "drafted", "ties")
-    table = _table("Drafted tokens against plain decoding", *columns)
+    table = new_table("Drafted tokens against plain decoding", *columns)
     table.columns[1].justify = table.columns[2].justify = "left"
     remarks: list[str] = []
     for v in check.verdicts:
         verdict = "FAULT" if v.fault is not None else v.verdict
-        _row(table, v.prompt, v.mode, verdict, *map(str, (v.n_tokens, v.n_accepted, len(v.ties))))
+        text_row(
+            table, v.prompt, v.mode, verdict, *map(str, (v.n_tokens, v.n_accepted, len(v.ties)))
+        )
         where = f"{v.prompt}, {v.mode}"
         remarks += [f"tie in {where}: {_deviation(tie)}" for tie in v.ties[:_MOST_TIES]]
         if len(v.ties) > _MOST_TIES:
