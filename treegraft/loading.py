@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from treegraft.backends.datastore import Datastore, check_tokenizer, open_datastore
@@ -33,6 +33,7 @@ class Loader:
                 self._heads[name, None] = model
             else:
                 self._models[name] = model
+        self._compiled: dict[tuple[str, str, str, bool], LanguageModel] = {}
         self._tokenizers: dict[str, tuple[Any, str]] = {}
         self._datastores: dict[str, Datastore] = {}
 
@@ -89,6 +90,43 @@ class Loader:
                 attention=None if attention == "auto" else attention,
             )
         return self._models[source]
+
+    def compiled(
+        self,
+        source: str,
+        backend: BackendConfig,
+        n_nodes: int,
+        on_compile: Callable[[str, int, int], None] | None = None,
+    ) -> LanguageModel:
+        """The model of this name with its forwards as ``backend`` says, compiled at most once.
+
+        ``n_nodes`` : nodes of a usual wide forward. ``on_compile`` gets the name, the pieces of the
+        warm-up that are done and their number. ConfigError where ``compile: on`` cannot be.
+        """
+        model = self.model(source)
+        if backend.compile == "off":
+            return model
+        from treegraft.backends.graphs import CompiledModel, GraphPlan
+        from treegraft.backends.hf import HFLanguageModel
+
+        if not isinstance(model, HFLanguageModel):
+            if backend.compile == "auto":
+                return model
+            raise ConfigError(
+                "backend.compile 'on' compiles models of transformers, found "
+                f"{type(model).__name__} {source!r}: set backend.compile to auto or off"
+            )
+        buckets = backend.buckets
+        if buckets is None:
+            buckets = model.device.type == "cuda"
+        key = (source, backend.compile, backend.compiler, buckets)
+        if key not in self._compiled:
+            plan = GraphPlan(backend.compile, backend.compiler, buckets, n_nodes)
+            tell = on_compile or _nobody
+            self._compiled[key] = CompiledModel(
+                model, plan, lambda done, total: tell(source, done, total)
+            )
+        return self._compiled[key]
 
     def datastore(self, path: str) -> Datastore:
         """The datastore in this folder, opened at most once."""
@@ -153,3 +191,7 @@ class Loader:
             self.model(drafter).vocab_size,
             (target, drafter),
         )
+
+
+def _nobody(source: str, done: int, total: int) -> None:
+    """Takes note of no progress."""

@@ -47,6 +47,10 @@ Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, float64, bfloat16, float16 or auto.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N or mps.")]
+Compile = Annotated[
+    str | None,
+    typer.Option("--compile", help="Compile the forwards: off, on, or auto (what is faster)."),
+]
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", "-n", help="Most tokens to produce per prompt.")
 ]
@@ -81,6 +85,7 @@ class PipelineOptions:
     budget: int | None = None
     dtype: str | None = None
     device: str | None = None
+    compile: str | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -93,7 +98,7 @@ class PipelineOptions:
 
 _ROOMS = {
     "builder": ("depth", "width", "budget"),
-    "backend": ("dtype", "device"),
+    "backend": ("dtype", "device", "compile"),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "stop": ("max_new_tokens", "strings"),
 }

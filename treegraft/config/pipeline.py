@@ -13,6 +13,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -195,6 +196,27 @@ class BackendConfig(Strict):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="Attention implementation of transformers; auto prefers sdpa."
     )
+    compile: Literal["off", "on", "auto"] = Field(
+        "off",
+        description="Compile the forwards of target and drafters when the pipeline is built: off, "
+        "on, or auto, which measures and keeps what is faster.",
+    )
+    compiler: Literal["inductor", "aot_eager", "eager"] = Field(
+        "inductor",
+        description="torch.compile's backend. inductor needs a C++ compiler and makes the fastest "
+        "programs; the others only take Python out of the forward.",
+    )
+    buckets: bool | None = Field(
+        None,
+        description="Whether compiled forwards are padded to fixed shapes, each of which becomes a "
+        "CUDA graph; null: on a GPU, as a CPU pays for padding.",
+    )
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        # YAML 1.1 reads off and on without quotes as false and true.
+        return {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
 
 
 class PipelineConfig(Strict):

@@ -145,6 +145,8 @@ class TimedModel(LanguageModel):
         self.vocab_size = model.vocab_size
         self.max_positions = model.max_positions
         self.device = model.device
+        # The counts themselves: the model goes on counting in them.
+        self.forward_counts = model.forward_counts
 
     def new_cache(self, n_rows: int, old: Any = None) -> Any:
         return self._model.new_cache(n_rows, old)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
@@ -17,6 +18,37 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import UnsupportedModelError
+
+
+@dataclass(slots=True)
+class ForwardCounts:
+    """How the forwards of a model that may be compiled ran.
+
+    Attributes
+    ----------
+    compiled : by a compiled program. eager : by the model's own code, as was chosen for their kind
+        at warm-up (prefill always). outside : by the model's own code because no program and no
+        bucket fits them.
+    """
+
+    compiled: int = 0
+    eager: int = 0
+    outside: int = 0
+
+    def __add__(self, other: ForwardCounts) -> ForwardCounts:
+        return ForwardCounts(
+            self.compiled + other.compiled,
+            self.eager + other.eager,
+            self.outside + other.outside,
+        )
+
+    def since(self, before: ForwardCounts) -> ForwardCounts:
+        """What was counted after ``before``."""
+        return ForwardCounts(
+            self.compiled - before.compiled,
+            self.eager - before.eager,
+            self.outside - before.outside,
+        )
 
 
 class LanguageModel(ABC):
@@ -30,6 +62,8 @@ class LanguageModel(ABC):
     device : where logits are returned.
     hidden_size : width of the hidden states that ``forward_hidden`` hands out (d), or None if the
         model hands out none. Drafters that need them are refused for such a target.
+    forward_counts : how its forwards ran so far, or None where none is compiled.
+    compiled_as : what was compiled, in one line; None where nothing was to be.
     """
 
     name: str
@@ -37,6 +71,8 @@ class LanguageModel(ABC):
     max_positions: int | None
     device: torch.device
     hidden_size: int | None = None
+    forward_counts: ForwardCounts | None = None
+    compiled_as: str | None = None
 
     @abstractmethod
     def new_cache(self, n_rows: int, old: Any = None) -> Any:
