@@ -29,8 +29,10 @@ LAW: dict[str, set[str]] = {
     "text": set(),
     "policies": {"core"},
     "backends": {"core"},
-    "decoding": {"core"},
-    "prompts": {"core"},
+    "parts": {"core"},
+    "drafting": {"core", "parts"},
+    "decoding": {"core", "parts", "drafting"},
+    "prompts": {"core", "zoo"},
     "zoo": {"core"},
     "corpus": {"core", "backends", "prompts"},
     "config": {"core", "policies"},
@@ -38,8 +40,8 @@ LAW: dict[str, set[str]] = {
     "composition": {"core", "config", "components"},
     "loading": {"core", "backends", "config"},
     "pipeline": {
-        "core", "backends", "policies", "config", "components", "composition", "decoding",
-        "loading", "text",
+        "core", "backends", "policies", "config", "components", "composition", "parts",
+        "drafting", "decoding", "loading", "text",
     },
 }  # fmt: skip
 ON_TOP = {"scheduling", "bench", "cli", "trace", "__main__", "__init__"}
@@ -54,6 +56,8 @@ OUTSIDE: dict[str, set[str]] = {
     "text": set(),
     "policies": {"torch", "numpy", "pydantic"},
     "backends": {"torch", "numpy"},
+    "parts": set(),
+    "drafting": {"torch", "numpy"},
     "decoding": {"torch", "numpy"},
     "prompts": set(),
     "corpus": set(),
@@ -66,6 +70,7 @@ OUTSIDE: dict[str, set[str]] = {
 OUTSIDE_OF_MODULE = {
     "treegraft.backends.reference": {"networkx"},
     "treegraft.backends.kv": {"transformers"},
+    "treegraft.backends.head": {"transformers", "safetensors"},
     "treegraft.backends.hf": {"transformers"},
     "treegraft.backends.processors": {"transformers"},
 }

@@ -253,7 +253,7 @@ class Drafting:
         root, last = int(tree.token[ROOT]), self.history.tokens[-1]
         if root != last:
             raise TreeError(f"the draft tree's root must hold the last token {last}, found {root}")
-        budget, deepest = self.parts.builder.budget, int(tree.depth.max())
+        budget, deepest = self.parts.builder.budget, int(tree.depth.numpy().max())
         if len(tree) > budget + 1:
             raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
         if deepest > max_depth:
@@ -289,7 +289,11 @@ class Drafting:
     def _has_room(self, index: int) -> bool:
         """Whether text and tree lie within the context of a drafter."""
         limit = self.parts.drafters[index].limit
-        return limit is None or len(self.history.tokens) + int(self._tree.depth.max()) <= limit
+        n_text, tree = len(self.history.tokens), self._tree
+        # A tree is not deeper than it has nodes; the look at all depths is for the last stretch.
+        if limit is None or n_text + tree.n_nodes <= limit:
+            return True
+        return n_text + int(tree.depth.numpy().max()) <= limit
 
 
 def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:
@@ -298,5 +302,5 @@ def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:
 
 
 def _count_bits(proposers: Tensor, n_drafters: int) -> tuple[int, ...]:
-    bits = proposers.numpy()[:, None] >> np.arange(n_drafters) & 1
-    return tuple(bits.sum(0).tolist())
+    held = proposers.numpy()
+    return tuple(int(np.count_nonzero(held & 1 << i)) for i in range(n_drafters))
