@@ -1,7 +1,7 @@
 """A draft head against a small model, on the shipped prompts: tokens per target call, and what a
 visit costs in forwards.
 
-    python benchmarks/heads.py --head zoo:head
+    python benchmarks/heads.py --head FOLDER
 
 The configs take turns on each prompt, so that a busy machine is busy for all of them.
 """
@@ -51,7 +51,7 @@ def config(schedule: list[str], head: str, n_tokens: int, temperature: float) ->
 
 
 def main(
-    head: Annotated[str, typer.Option(help="Folder of the head, or zoo:head.")] = "zoo:head",
+    head: Annotated[str, typer.Option(help="Folder of a head for zoo:target.")],
     per_kind: Annotated[int, typer.Option(help="Prompts of each of the seven kinds.")] = 3,
     tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 48,
 ) -> None:

@@ -89,6 +89,17 @@ def test_a_head_on_disk_drafts_for_its_target_and_changes_nothing(
         assert "forward:head" in stages, stages
 
 
+def test_a_compiled_target_hands_its_states_to_a_head(tmp_path: Path) -> None:
+    bare = build("llama", seed=1, dtype=torch.float64)
+    source = saved(tmp_path, bare)
+    results = [
+        drafting(source, HFLanguageModel(bare), backend=backend).generate([5, 17, 3, 5])
+        for backend in ({"compile": "off"}, {"compile": "on", "compiler": "eager"})
+    ]
+    assert results[0].tokens == results[1].tokens == plain(bare, [5, 17, 3, 5], 16)
+    assert results[0].statistics.accepted == results[1].statistics.accepted
+
+
 def test_scores_are_those_of_the_block_run_along_each_path(tmp_path: Path) -> None:
     """The oracle: the block over text and path without our cache, rows and masks."""
     bare = build("llama", seed=1, dtype=torch.float64)

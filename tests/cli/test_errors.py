@@ -32,7 +32,7 @@ from treegraft.cli import app as cli
         ),
         (
             "generate --target m --drafter head -p x",
-            "--drafter head needs a draft head: head:DIR or head:zoo:head",
+            "--drafter head needs a folder: head:DIR",
         ),
         (
             "generate --target zoo:target --drafter head:no/where -p x",

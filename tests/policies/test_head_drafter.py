@@ -302,7 +302,7 @@ def test_a_head_of_another_width_is_refused_by_name() -> None:
         ({"kind": "head", "model": "t"}, "'t' is a language model: name it as model of kind lm"),
         ({"kind": "lm", "model": "h"}, "'h' is a draft head: name it as model of kind head"),
         ({"kind": "head", "model": "no/where"}, "head 'no/where': no head.json there"),
-        ({"kind": "head", "model": "zoo:small"}, "the zoo's only draft head is zoo:head"),
+        ({"kind": "head", "model": "zoo:small"}, "head 'zoo:small': no head.json there"),
     ],
 )
 def test_a_name_that_is_no_heads_is_refused_before_anything_loads(

@@ -52,14 +52,7 @@ def resolve(source: str) -> str:
 
 
 def resolve_head(source: str) -> Path:
-    """The folder of the draft head of this name, ``zoo:head`` or a path; ConfigError if it is none.
-
-    Nothing is read.
-    """
-    if source.startswith("zoo:"):
-        from treegraft.zoo.catalog import zoo_head_path
-
-        return zoo_head_path(source)
+    """The folder of a draft head; ConfigError if there is none. Nothing is read."""
     folder = Path(source).expanduser()
     missing = [name for name in HEAD_FILES if not (folder / name).is_file()]
     if missing:

@@ -202,7 +202,7 @@ def _drafter(text: str) -> dict[str, Any]:
         return {"kind": kind, "path": path}
     if kind == "head":
         if not path:
-            raise ConfigError(f"--drafter {text} needs a draft head: head:DIR or head:zoo:head")
+            raise ConfigError(f"--drafter {text} needs a folder: head:DIR")
         return {"kind": kind, "model": path}
     if text in kinds:
         needed = [n for n, field in kinds[text][0].model_fields.items() if field.is_required()]

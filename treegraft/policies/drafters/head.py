@@ -25,7 +25,7 @@ class HeadConfig(ModelDrafterConfig):
     """A head trained on the hidden states of this very target."""
 
     kind: Literal["head"] = "head"
-    model: str = Field(min_length=1, description="Folder of the head (head.json), or zoo:head.")
+    model: str = Field(min_length=1, description="Folder of the head (head.json).")
     read_ahead: int = Field(
         0,
         ge=0,
