@@ -248,6 +248,7 @@ class Decoding:
             return _Draft(TokenTree.root_only(text[-1]), (), (0,) * n, (0,) * n)
         calls: list[int] = []
         side_calls: list[int] = []
+        n_reached: list[int] = []
         with parts.watch.stage("tree"):
             if self._left is None:
                 tree.reset_(text[-1], max_depth, parts.builder.budget)
@@ -267,13 +268,15 @@ class Decoding:
                         n_committed=len(text),
                         tree=tree,
                         frontier=frontier,
+                        reached=tuple(n_reached),
+                        text=text,
                     )
                     with _named("scheduler", parts.scheduler, "choose"):
                         chosen = parts.scheduler.choose(state)
-                    index = self._within_limit(chosen, tree)
+                    index = self.within_limit(chosen, tree)
                 if index is None:
                     break
-                touched, riders, acted = self._layer(tree, index, frontier)
+                touched, riders, acted = self.layer(tree, index, frontier)
                 side_calls += riders
                 if not acted:
                     break
@@ -282,13 +285,14 @@ class Decoding:
                     reached = parts.builder.frontier(tree, touched, layer)
                 if reached is None:
                     break
+                n_reached.append(reached.shape[0])
                 # A layer that found nothing leaves the frontier to the next drafter.
                 if reached.shape[0]:
                     frontier = reached
                 if not frontier.shape[0]:
                     break
             if calls:
-                side_calls += self._finish(tree, calls)
+                side_calls += self.finish_draft(tree, calls)
             with _named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth, tree.n_drawn)
@@ -305,7 +309,7 @@ class Decoding:
         children = found.nonzero()[:, 0].tolist()
         return children[0] if children else None
 
-    def _layer(
+    def layer(
         self, tree: TreeBackend, index: int, frontier: Tensor
     ) -> tuple[Touched, Sequence[int], bool]:
         """One layer: drafter ``index``, before it the riders if it scores.
@@ -317,7 +321,7 @@ class Decoding:
         riders = [i for i in parts.riders if scores and self._has_room(i, tree)]
         visits: list[Touched] = []
         for i in (*riders, index):
-            if i == index and self._within_limit(index, tree) != index:
+            if i == index and self.within_limit(index, tree) != index:
                 return Touched(frontier, torch.zeros_like(frontier)), riders, False
             with _named("graft", parts.graft, "visit"):
                 visits.append(
@@ -329,7 +333,7 @@ class Decoding:
         # A model has scored them all: the frontier ranks them by that, not by what they matched.
         return Touched(nodes, torch.zeros_like(nodes)), riders, True
 
-    def _finish(self, tree: TreeBackend, calls: Sequence[int]) -> Sequence[int]:
+    def finish_draft(self, tree: TreeBackend, calls: Sequence[int]) -> Sequence[int]:
         """Let the graft act on the whole tree; numbers of the drafters that it called."""
         parts = self.parts
         able = {i: d for i, d in enumerate(parts.drafters) if self._has_room(i, tree)}
@@ -365,7 +369,7 @@ class Decoding:
                 "with the tree's own prune"
             )
 
-    def _within_limit(self, index: int | None, tree: TreeBackend) -> int | None:
+    def within_limit(self, index: int | None, tree: TreeBackend) -> int | None:
         """The chosen drafter, or the next cheaper one whose context still has room."""
         n = len(self.parts.drafters)
         if index is not None and (type(index) is not int or not 0 <= index < n):

@@ -68,6 +68,7 @@ class Pipeline:
     """A target, its drafters and the policies between them, ready to decode.
 
     Made by ``build_pipeline``. One text at a time: beginning a new one ends the one before.
+    ``models`` are its models by the names that the config uses, the target's first.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Pipeline:
         tokenizer: Any,
         eos: Sequence[int],
         no_tokenizer: str = "",
+        models: Mapping[str, LanguageModel] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -85,11 +87,17 @@ class Pipeline:
         self._eos = tuple(token for token in eos if token < parts.target.vocab_size)
         self._cache = TargetCache()
         self._current: object = None
+        self.models = dict(models or {})
 
     @property
     def target(self) -> LanguageModel:
         """The model whose text is produced."""
         return self._parts.target
+
+    @property
+    def parts(self) -> Parts:
+        """The components themselves, for whoever drives them in another way than decoding."""
+        return self._parts
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -386,7 +394,12 @@ def build_pipeline(
     )
     source = config.target.model
     return Pipeline(
-        config, parts, loader.tokenizer(source), loader.eos(source), loader.no_tokenizer(source)
+        config,
+        parts,
+        loader.tokenizer(source),
+        loader.eos(source),
+        loader.no_tokenizer(source),
+        models={name: loader.model(name) for name in (source, *named)},
     )
 
 

@@ -359,6 +359,9 @@ class DraftState:
     n_drafters : how many there are, cheapest first.
     n_prompt, n_committed : tokens of the prompt, and of the text so far (prompt included).
     tree, frontier : the tree as it stands, and int64 [k] where the next layer would draft.
+    reached : how many children each earlier layer handed on as the frontier; 0 where it found
+        nothing, and the frontier stayed as it was.
+    text : the committed text; the same list, longer, in every step of a text. Not to be written to.
     """
 
     layer: int
@@ -369,6 +372,8 @@ class DraftState:
     n_committed: int
     tree: TreeBackend
     frontier: Tensor
+    reached: tuple[int, ...] = ()
+    text: Sequence[int] = ()
 
 
 class Scheduler(ABC):

@@ -1,0 +1,196 @@
+"""What a learned scheduler sees: numbers of the text and of the tree before a layer.
+
+Offline collection and decoding compute them by this one file, so that a scheduler decides on what
+it was fitted on. Nothing here depends on who drafted the text so far: a scheduler that acts
+differently from the one that made the traces sees features of the same law.
+
+Shapes: F features, K drafters, D layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treegraft.core.roles import DraftState
+from treegraft.policies.automaton import SuffixAutomaton
+
+__all__ = ["FEATURES_VERSION", "LOOKBACK", "StateFeatures", "TextFeatures"]
+
+FEATURES_VERSION = 1
+"""Raised whenever a feature changes its meaning; artefacts of another version are refused."""
+LOOKBACK = 5
+"""Layers above the frontier within which the best nodes are looked at, as in the paper."""
+_LONGEST = 16
+_FLOOR = -20.0
+_TEXT = ("match", "match_share", "hit_fast", "hit_slow", "hit_run")
+
+
+@final
+class TextFeatures:
+    """How well the text repeats itself, followed token by token.
+
+    Before each token the longest earlier occurrence of the text's end (up to 16 tokens) predicts
+    what was most frequent behind it. ``match`` is log(1 + length) of that occurrence now,
+    ``match_share`` the share of its most frequent continuation, ``hit_fast`` and ``hit_slow``
+    running means (over about 4 and 16 tokens) of whether the prediction was right, ``hit_run`` for
+    how many tokens in a row it was (of at most 16).
+    """
+
+    def __init__(self) -> None:
+        self._text: Sequence[int] | None = None
+        self.values: NDArray[np.float32] = np.zeros(len(_TEXT), dtype=np.float32)
+
+    def follow(self, text: Sequence[int]) -> NDArray[np.float32]:
+        """float32 [5]: the features of ``text``; a list that only grows is read once."""
+        if text is not self._text or len(text) < self._n_read:
+            self._text = text
+            self._n_read = 0
+            self._index = SuffixAutomaton(_LONGEST)
+            self._predicted = -1
+            self._fast = self._slow = self._run = 0.0
+        if self._n_read < len(text):
+            for token in text[self._n_read :]:
+                self._note(token)
+            self._n_read = len(text)
+            self._look_up()
+        return self.values
+
+    def _note(self, token: int) -> None:
+        if self._n_read:
+            self._look_up()
+            hit = float(token == self._predicted)
+            self._fast += (hit - self._fast) / 4
+            self._slow += (hit - self._slow) / 16
+            self._run = min(self._run + 1, _LONGEST) if hit else 0.0
+        self._n_read += 1
+        self._index.append(token)
+
+    def _look_up(self) -> None:
+        index = self._index
+        match = index.match
+        after = index.continuations(match.state, 1)
+        # What stands only at the end has no continuation; shorter contexts do.
+        while not after:
+            wider = index.wider(match)
+            if wider is None:
+                break
+            match = wider
+            after = index.continuations(match.state, 1)
+        share = 0.0
+        self._predicted = -1
+        if after and match.length:
+            self._predicted = after[0]
+            share = float(np.exp(index.path(match, after[0], 1)[1][0]))
+        length = match.length if after else 0
+        self.values[:] = (
+            np.log1p(length),
+            share,
+            self._fast,
+            self._slow,
+            self._run / _LONGEST,
+        )
+
+
+@final
+class StateFeatures:
+    """The features of a ``DraftState`` as float32 [F], in the order of ``names``.
+
+    From the paper (method.md section 2): ``log_prompt``; ``layer``; share of the layers that each
+    drafter acted in (``calls_i``) and one bit per earlier layer and drafter (``layer_l_by_i``);
+    mean ``depth`` of the frontier; share of its nodes that are leaves; ``debt``: how much shallower
+    the W best nodes within the lookback lie than the frontier; share of those W that are ``older``
+    than the last layer; their ``overlap`` with the frontier; their mean logprob (``best_mean``).
+    Times of forwards are constants of an artefact, which is made for one cost model.
+
+    Ours: ``log_text``; what ``TextFeatures`` says; ``best_first``: logprob of the best frontier
+    node; ``frontier_mass``: sum of the frontier's path probabilities; ``unscored``: share of the
+    frontier that nobody scored; ``log_frontier`` and ``log_nodes``; ``expected``: sum of the path
+    probabilities of the B best nodes, which is the accepted length if scores are true; ``idle``:
+    whether the last layer found nothing.
+
+    Parameters
+    ----------
+    n_drafters, depth, width, budget : of the pipeline. depth is at least 1.
+    """
+
+    def __init__(self, n_drafters: int, depth: int, width: int, budget: int) -> None:
+        self._shape = (n_drafters, depth)
+        self._width, self._budget = width, budget
+        drafters, layers = range(n_drafters), range(1, depth)
+        self.names: tuple[str, ...] = (
+            "log_prompt",
+            "log_text",
+            *_TEXT,
+            "layer",
+            "depth",
+            "leaves",
+            "debt",
+            "older",
+            "overlap",
+            "best_mean",
+            "best_first",
+            "frontier_mass",
+            "unscored",
+            "log_frontier",
+            "log_nodes",
+            "expected",
+            "idle",
+            *(f"calls_{i}" for i in drafters),
+            *(f"layer_{layer}_by_{i}" for layer in layers for i in drafters),
+        )
+
+    def of(
+        self, state: DraftState, text: NDArray[np.float32], n_before: int
+    ) -> NDArray[np.float32]:
+        """Features before a layer.
+
+        Parameters
+        ----------
+        text : of ``TextFeatures`` for the committed text.
+        n_before : nodes of the working tree before the last layer; 0 before the first.
+        """
+        n_drafters, depth = self._shape
+        tree, frontier = state.tree, state.frontier.numpy()
+        n_frontier = frontier.shape[0]
+        level, logprob = tree.depth.numpy(), tree.logprob.numpy()
+        at = level[frontier]
+        mean_depth = float(at.sum()) / n_frontier
+        low, high = int(at.min()) - LOOKBACK, int(at.max())
+        best = tree.best(self._width, low, high).numpy()
+        n_best = max(best.shape[0], 1)
+        scores = logprob[frontier]
+        chance = np.exp(logprob[1:])
+        if chance.shape[0] > self._budget:
+            chance = np.partition(chance, chance.shape[0] - self._budget)[-self._budget :]
+        top = np.maximum(logprob[best], _FLOOR)
+        inside = set(frontier.tolist())
+        n_old = int((best < n_before).sum()) if state.layer > 1 else n_best
+        values = [
+            np.log1p(state.n_prompt),
+            np.log1p(state.n_committed),
+            *text.tolist(),
+            (state.layer - 1) / depth,
+            mean_depth / depth,
+            float(tree.leaf.numpy()[frontier].sum()) / n_frontier,
+            max(mean_depth - float(level[best].sum()) / n_best, 0.0) / depth,
+            n_old / n_best,
+            sum(node in inside for node in best.tolist()) / n_best,
+            float(top.sum()) / n_best,
+            max(float(scores.max()), _FLOOR),
+            float(np.exp(scores).sum()),
+            float((scores == -np.inf).sum()) / n_frontier,
+            np.log1p(n_frontier),
+            np.log(tree.n_nodes),
+            float(chance.sum()),
+            float(bool(state.reached) and not state.reached[-1]),
+        ]
+        calls = np.zeros((depth, n_drafters), dtype=np.float32)
+        for layer, index in enumerate(state.calls):
+            calls[layer, index] = 1.0
+        return np.concatenate(
+            [np.array(values, dtype=np.float32), calls.sum(0) / depth, calls[:-1].reshape(-1)]
+        )
