@@ -77,6 +77,12 @@ class Case:
         return self.room.limit is not None and len(self.prompt) >= self.room.limit
 
     @property
+    def remembers(self) -> bool:
+        """Whether a text is drafted otherwise after another one; tokens are the same."""
+        keeps = any(d.get("keep") or d.get("store_tokens") for d in self.config["drafters"])
+        return keeps or bool(self.config["scheduler"]["kind"] == "cost_aware")
+
+    @property
     def exact(self) -> bool:
         """Whether the tokens, and not only their law, are those of plain decoding."""
         return parse_config(self.config).same_tokens
@@ -100,9 +106,13 @@ def ngram(room: Room) -> st.SearchStrategy[Options]:
     n = st.integers(1, 5)
     lengths = st.tuples(n, n).map(sorted)
     return st.builds(
-        lambda ns, length: {"kind": "ngram", "min_n": ns[0], "max_n": ns[1], "length": length},
+        lambda ns, length, more: (
+            {"kind": "ngram", "min_n": ns[0], "max_n": ns[1], "length": length}
+            | ({"long_length": length + more} if more else {})
+        ),
         lengths,
         st.integers(1, 7),
+        st.integers(0, 9),
     )
 
 
@@ -179,6 +189,16 @@ def fixed(room: Room) -> st.SearchStrategy[Options]:
     return st.fixed_dictionaries({"kind": st.just("fixed"), "calls": listed})
 
 
+def cost_aware(room: Room) -> st.SearchStrategy[Options]:
+    seconds = st.floats(1e-6, 1.0)
+    every = {f"d{i}": seconds for i in range(room.n_drafters)}
+    given = {"kind": st.just("cost_aware"), "costs": st.fixed_dictionaries(every)}
+    return st.fixed_dictionaries(
+        given | {"target_cost": seconds, "trials": st.integers(1, 4)},
+        optional={"node_cost": st.floats(0, 0.1), "retry_after": st.integers(1, 9)},
+    )
+
+
 SHAPE = {
     "depth": st.sampled_from([3, 5, 6, 4, 2, 1, 0]),
     "width": st.one_of(st.integers(2, 5), st.integers(1, 12)),
@@ -244,6 +264,8 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
         "never": lambda room: options("never"),
         "always": lambda room: options("always"),
         "fixed": fixed,
+        "cost_aware": cost_aware,
+        "priority": lambda room: options("priority", hand_over=st.booleans()),
         "whimsical_parts:WhimsicalScheduler": lambda room: own(
             "whimsical_parts:WhimsicalScheduler", seed=SEEDS
         ),
@@ -397,11 +419,18 @@ def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
     room = replace(room, depth=shape["depth"], width=shape["width"])
     room = replace(room, n_drafters=draw(st.sampled_from([2, 1, 3, 4, 0])))
     drafters = [draw(part("drafter", room)) for _ in range(room.n_drafters)]
+    roles = {role: draw(part(role, room)) for role in ("graft", "scheduler", "verifier")}
+    online = {"kind": "online", "scope": "text", "strength": 0.5}
+    none = {"kind": "none"}
+    reckons = roles["scheduler"]["kind"] == "cost_aware"
     config = {
         "target": {"model": "target"},
         "drafters": [{**drafter, "name": f"d{i}"} for i, drafter in enumerate(drafters)],
         "builder": builder,
-        **{role: draw(part(role, room)) for role in ("graft", "scheduler", "verifier")},
+        **roles,
+        # Kept from text to text it would draft the second run otherwise than the first.
+        "calibration": online if reckons else draw(st.sampled_from([none, online])),
+        "leftover": draw(st.booleans()),
         "sampling": draw(SAMPLING),
         "stop": draw(stops(room)),
         "backend": {"kind": draw(st.sampled_from(["tensor", "tensor", "reference"]))},

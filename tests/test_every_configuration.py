@@ -25,7 +25,7 @@ from treegraft.components import ROLES
 from treegraft.config import parse_config
 from treegraft.core.errors import PromptError, TreegraftError
 from treegraft.core.roles import ScoringDrafter
-from treegraft.core.stats import Generation, Statistics
+from treegraft.core.stats import NODE_COUNTS, Generation, Statistics
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.drafters.lm import LmDrafter
 
@@ -40,7 +40,8 @@ def pipeline(case: Case, **changes: Any) -> Pipeline:
 def counts(result: Generation) -> list[Any]:
     """Everything of the steps but the seconds."""
     return [
-        (step.n_new, step.n_path, step.n_tree, step.calls, step.drafted, step.kept, step.accepted)
+        [step.n_new, step.n_path, step.n_tree, step.calls]
+        + [getattr(step, name) for name in NODE_COUNTS]
         for step in result.steps
     ]
 
@@ -106,22 +107,16 @@ def check(case: Case) -> Generation:
     between = made.generate(other, max_new_tokens=9, min_new_tokens=0, temperature=0.7, seed=9)
     check_caches(replace(case, prompt=other), made, between)
     again = made.generate(case.prompt, **case.config["sampling"], **case.config["stop"])
-    # Drafters that keep something of earlier texts draft otherwise, and no token may depend on it.
-    keeps = keeps_something(case)
-    if case.exact or not keeps:
+    # Parts that keep something of earlier texts draft otherwise, and no token may depend on it.
+    if case.exact or not case.remembers:
         assert again.tokens == result.tokens
         assert again.text == result.text
-    if not keeps:
+    if not case.remembers:
         assert again.notices == result.notices
         assert counts(again) == counts(result)
     check_caches(case, made, again)
     assert (case.config, case.prompt) == (given_config, prompt)
     return result
-
-
-def keeps_something(case: Case) -> bool:
-    """Whether a drafter keeps something of earlier texts, by its own options."""
-    return any(d.get("keep") or d.get("store_tokens") for d in case.config["drafters"])
 
 
 def streamed(made: Pipeline, prompt: list[int]) -> Generation:
@@ -156,6 +151,11 @@ def check_records(case: Case, result: Generation) -> None:
         assert len(step.drafted) == len(step.kept) == len(step.accepted) == n_drafters
         for accepted, kept, drafted in zip(step.accepted, step.kept, step.drafted, strict=True):
             assert accepted <= kept <= drafted
+        for drafted, proposed in zip(step.drafted, step.proposed, strict=True):
+            assert drafted <= proposed <= sum(step.drafted)
+        for alone, accepted in zip(step.accepted_alone, step.accepted, strict=True):
+            assert alone <= accepted
+        assert len(step.visit_seconds) == len(step.calls)
         # A stop cuts the path where it cuts the tokens.
         assert sum(step.accepted) == min(step.n_path, step.n_new)
         assert all(seconds >= 0 for seconds in step.seconds.values())
@@ -163,7 +163,7 @@ def check_records(case: Case, result: Generation) -> None:
     statistics = Statistics.of([result])
     assert statistics.new_tokens == len(result.tokens)
     assert statistics.target_calls == len(result.steps)
-    for name in ("drafted", "kept", "accepted"):
+    for name in NODE_COUNTS:
         columns = zip(*(getattr(step, name) for step in result.steps), strict=True)
         assert list(getattr(statistics, name)) == [sum(column) for column in columns]
     called = [i for step in result.steps for i in step.calls]
@@ -369,7 +369,7 @@ def reached(made: Pipeline, case: Case) -> list[tuple[int, str, int]]:
 
 
 def check_half_way(case: Case, data: st.DataObject) -> None:
-    assume(not case.refused and case.exact and not keeps_something(case))
+    assume(not case.refused and case.exact)
     tokens, reason = plain_end(case)
     fresh = pipeline(case).generate(case.prompt)
     made = pipeline(case)
@@ -397,7 +397,8 @@ def check_half_way(case: Case, data: st.DataObject) -> None:
         assert made._parts.watch._stages == ["host"]
     result = made.generate(case.prompt)
     assert (result.tokens, result.finish_reason) == (tokens, reason)
-    assert (counts(result), result.notices) == (counts(fresh), fresh.notices)
+    if not case.remembers:
+        assert (counts(result), result.notices) == (counts(fresh), fresh.notices)
     check_caches(case, made, result)
 
 

@@ -29,7 +29,9 @@ LAW: dict[str, set[str]] = {
     "text": set(),
     "policies": {"core"},
     "backends": {"core"},
-    "decoding": {"core"},
+    "parts": {"core"},
+    "drafting": {"core", "parts"},
+    "decoding": {"core", "drafting", "parts"},
     "prompts": {"core"},
     "zoo": {"core"},
     "corpus": {"core", "backends", "prompts"},
@@ -39,10 +41,11 @@ LAW: dict[str, set[str]] = {
     "loading": {"core", "backends", "config"},
     "pipeline": {
         "core", "backends", "policies", "config", "components", "composition", "decoding",
-        "loading", "text",
+        "drafting", "loading", "parts", "signature", "text",
     },
+    "signature": {"core", "backends", "config"},
 }  # fmt: skip
-ON_TOP = {"scheduling", "bench", "cli", "__main__", "__init__"}
+ON_TOP = {"scheduling", "bench", "cli", "trace", "__main__", "__init__"}
 """Rooms that may import everything; nobody below imports them."""
 
 # The zoo's files are found by name like any model's.
@@ -54,7 +57,10 @@ OUTSIDE: dict[str, set[str]] = {
     "text": set(),
     "policies": {"torch", "numpy", "pydantic"},
     "backends": {"torch", "numpy"},
+    "parts": set(),
+    "drafting": {"torch", "numpy"},
     "decoding": {"torch", "numpy"},
+    "signature": set(),
     "prompts": set(),
     "corpus": set(),
     "config": {"pydantic", "yaml"},

@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 import torch
 from table_models import hashed_model, mixed_model
+from torch import Tensor
 
-from treegraft import TokenTree, Verdict, Verifier, build_pipeline, parse_config
+from treegraft import (
+    Drafter,
+    GraftPolicy,
+    TokenTree,
+    Touched,
+    TreeBackend,
+    Verdict,
+    Verifier,
+    build_pipeline,
+    parse_config,
+)
 from treegraft.core.errors import PolicyError
 from treegraft.core.sampling import TargetDistribution
 from treegraft.pipeline import Pipeline
@@ -47,6 +58,81 @@ def test_a_chunk_shows_the_tree_and_the_path_that_was_committed(n_tokens: int) -
         n_nodes += len(path)
     assert len(text) == 3 + n_tokens
     assert n_nodes > 0 or n_tokens < 40
+
+
+@pytest.mark.parametrize("backend", ["tensor", "reference"])
+def test_an_accepted_token_is_credited_to_all_who_proposed_it(backend: str) -> None:
+    """What one drafter alone knew is what its being there was worth."""
+    known = {"seed": 1, "vocab_size": V, "order": 6}
+    right, wrong = (
+        {"kind": f"adversarial_drafters:Always{name}", "name": name, "params": known}
+        for name in ("Right", "Wrong")
+    )
+    twin = {**right, "name": "Twin"}
+    shape = {"builder": {"kind": "layered", "depth": 3, "width": V, "budget": 40}}
+    for drafters, calls, expected in (
+        ((right, wrong), (0, 1), {"Right": (1, 1, 1), "Wrong": (0, 0, 0)}),
+        ((right, twin), (0, 1), {"Right": (1, 1, 0), "Twin": (1, 0, 0)}),
+        ((right, twin), (1, 0), {"Right": (1, 0, 0), "Twin": (1, 1, 0)}),
+    ):
+        config = {
+            "target": {"model": "t"},
+            "drafters": list(drafters),
+            "scheduler": {"kind": "fixed", "calls": list(calls)},
+            "backend": {"kind": backend},
+            # Everyone drafts at the root, so that they can have the same ideas.
+            "graft": {"kind": "test_steps:AtTheRoot"},
+            **shape,
+        }
+        made = build_pipeline(parse_config(config), models=MODELS)
+        for chunk in made.stream([1, 2, 3], max_new_tokens=20):
+            if not chunk.layers:
+                continue
+            for i, name in enumerate(made.drafter_names):
+                proposed, accepted, alone = expected[name]
+                assert chunk.step.proposed[i] == (proposed if name != "Wrong" else V - 1)
+                assert chunk.step.accepted[i] == accepted
+                assert chunk.step.accepted_alone[i] == alone
+
+
+def test_a_chunk_shows_what_was_decided_in_each_layer() -> None:
+    chunks = list(pipeline().stream([1, 2, 3], max_new_tokens=20))
+    for chunk in chunks:
+        assert tuple(layer.drafter for layer in chunk.layers) == chunk.step.calls
+        assert tuple(layer.seconds for layer in chunk.layers) == chunk.step.visit_seconds
+        n_nodes = 1
+        for layer in chunk.layers:
+            assert layer.chosen == layer.drafter == 1
+            assert int(layer.frontier.max()) < n_nodes <= layer.n_nodes
+            assert int(layer.touched.max()) < layer.n_nodes
+            n_nodes = layer.n_nodes
+        assert sum(chunk.step.drafted) == n_nodes - 1
+    assert [len(chunk.layers) for chunk in chunks[:-1]] == [3] * (len(chunks) - 1)
+
+
+def test_a_decision_to_stop_is_shown() -> None:
+    config = {
+        "target": {"model": "t"},
+        "drafters": [{"kind": "ngram"}, {"kind": "lm", "model": "d"}],
+        "builder": {"kind": "layered", "depth": 3, "width": 2, "budget": 8},
+        "scheduler": {"kind": "fixed", "calls": ["d"]},
+    }
+    made = build_pipeline(parse_config(config), models=MODELS)
+    first = next(iter(made.stream([1, 2, 3], max_new_tokens=20)))
+    assert [layer.drafter for layer in first.layers] == [1, None]
+    assert first.layers[1].chosen is None
+    assert first.step.calls == (1,)
+    assert len(first.step.visit_seconds) == 1
+
+
+class AtTheRoot(GraftPolicy):
+    """Everyone hangs its paths under the root."""
+
+    def visit(
+        self, tree: TreeBackend, drafter: Drafter, index: int, frontier: Tensor, width: int
+    ) -> Touched:
+        proposals = drafter.propose(tree, torch.tensor([0]), width)
+        return Touched(tree.add_(proposals, index, overwrite=False)[:, 0], proposals.match)
 
 
 def test_the_tree_of_a_chunk_stays_as_it_was() -> None:

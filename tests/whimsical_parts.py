@@ -71,6 +71,7 @@ class WhimsicalBuilder(TreeBuilder):
             logprob=whole.logprob[numbers],
             source=whole.source[numbers],
             scorer=whole.scorer[numbers],
+            proposers=whole.proposers[numbers],
             ancestors=whole.ancestors[numbers][:, numbers],
             node=whole.node[numbers],
         )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from treegraft.core.stats import Generation, Statistics, StepRecord
     from treegraft.core.tree import Proposals, TokenTree, Verdict
     from treegraft.pipeline import Chunk, Pipeline, build_pipeline
+    from treegraft.trace import TraceWriter
 
 # Name to module: torch takes a second to import, so a name brings its module when it is used.
 _HOMES = {
@@ -67,6 +68,7 @@ _HOMES = {
     "treegraft.core.stats": ("Generation", "Statistics", "StepRecord"),
     "treegraft.core.tree": ("Proposals", "TokenTree", "Verdict"),
     "treegraft.pipeline": ("Chunk", "Pipeline", "build_pipeline"),
+    "treegraft.trace": ("TraceWriter",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -96,6 +98,7 @@ __all__ = [
     "StepRecord",
     "TokenTree",
     "Touched",
+    "TraceWriter",
     "TreeBackend",
     "TreeBuilder",
     "TreeError",

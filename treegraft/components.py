@@ -41,10 +41,14 @@ from treegraft.policies.grafts import (
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
+    CostAwareConfig,
+    CostAwareScheduler,
     FixedConfig,
     FixedScheduler,
     NeverConfig,
     NeverScheduler,
+    PriorityConfig,
+    PriorityScheduler,
 )
 from treegraft.policies.verifiers import (
     LedgerConfig,
@@ -106,6 +110,8 @@ ROLES: dict[str, Role] = {
                 "never": (NeverConfig, NeverScheduler),
                 "always": (AlwaysConfig, AlwaysScheduler),
                 "fixed": (FixedConfig, FixedScheduler),
+                "priority": (PriorityConfig, PriorityScheduler),
+                "cost_aware": (CostAwareConfig, CostAwareScheduler),
             },
         ),
         Role(

@@ -64,7 +64,9 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
         if graph.nodes[f"drafter:{name}"]["scoring"]:
             raise ConfigError(f"ride_along takes drafters that do not score, found {name!r}")
     if config.drafters:
-        graph.add_node("tree", role="tree", kind=config.backend.kind, options={})
+        calibration = config.calibration.model_dump()
+        online = {} if calibration["kind"] == "none" else {"calibration": calibration}
+        graph.add_node("tree", role="tree", kind=config.backend.kind, options=online)
     sampling = config.sampling.model_dump(exclude={"processors"})
     if config.sampling.processors is not None:
         sampling |= config.sampling.processors.settings

@@ -5,67 +5,20 @@ Shapes: N nodes of the verified tree, K kv span, n committed tokens of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treegraft.core.errors import PolicyError, TreeError, TreegraftError
 from treegraft.core.language_model import LanguageModel, extend
-from treegraft.core.roles import (
-    Commit,
-    Context,
-    Drafter,
-    DraftState,
-    GraftPolicy,
-    Scheduler,
-    ScoringDrafter,
-    TargetTop,
-    Touched,
-    TreeBackend,
-    TreeBuilder,
-    TreeTop,
-    Verifier,
-)
+from treegraft.core.roles import Commit, Context, TargetTop, TreeTop
 from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
 from treegraft.core.stats import StepRecord
-from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import ROOT, TokenTree, Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The components that a decoding runs on; ``tree`` makes an empty working tree.
-
-    ``riders`` are the numbers of the drafters that ride along, ``leftover`` says whether what is
-    left of a tree starts the next one (docs/method.md section 5).
-    """
-
-    target: LanguageModel
-    drafters: Sequence[Drafter]
-    names: Sequence[str]
-    builder: TreeBuilder
-    graft: GraftPolicy
-    scheduler: Scheduler
-    verifier: Verifier
-    tree: Callable[[], TreeBackend]
-    watch: Stopwatch
-    riders: Sequence[int] = ()
-    leftover: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A pruned tree and how it was drafted, as in StepRecord."""
-
-    tree: TokenTree
-    calls: tuple[int, ...]
-    side_calls: tuple[int, ...]
-    drafted: tuple[int, ...]
-    reused: int = 0
+from treegraft.drafting import Drafting, Layer, count
+from treegraft.parts import Parts, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +29,14 @@ class Step:
     ----------
     tokens : the committed ids: those of ``path``, then the bonus token (unless a stop cut it off).
     tree : what the target read. path : indices into ``tree`` of the committed nodes, top down.
+    layers : what was decided before each layer of drafting and what came of it.
     record : the figures.
     """
 
     tokens: list[int]
     tree: TokenTree
     path: tuple[int, ...]
+    layers: tuple[Layer, ...]
     record: StepRecord
 
 
@@ -121,10 +76,8 @@ class Decoding:
     _top_k: int | None = None
     _wants_tree_top: bool = False
     _own_nan: bool = False
-    # Node of the working tree that holds the bonus token: the next tree's root.
-    _left: int | None = None
     _noise: Noise = field(init=False)
-    _tree: TreeBackend = field(init=False)
+    _drafting: Drafting = field(init=False)
 
     def __post_init__(self) -> None:
         target = self.parts.target
@@ -135,7 +88,7 @@ class Decoding:
         self._top_k = max(wanted) if wanted else None
         self._wants_tree_top = any(d.tree_top for d in self.parts.drafters)
         self._noise = Noise(self.sampling.seed, target.vocab_size)
-        self._tree = self.parts.tree()
+        self._drafting = Drafting(self.parts, self.history, self._capacity, self.notices)
 
     def prefill(self) -> None:
         """Read the prompt but its last token, and tell the drafters about it."""
@@ -182,7 +135,7 @@ class Decoding:
         """Draft, let the target read, commit."""
         parts = self.parts
         n_kv = len(self.history.tokens) - 1
-        draft = self._draft()
+        draft = self._drafting.draft()
         tree = draft.tree
         logits = self._forward(tree, n_kv)
         # One column tells: a NaN in a node's state is in all its logits.
@@ -190,7 +143,7 @@ class Decoding:
             tree, logits = self._without_draft(tree, logits)
         with parts.watch.stage("verify"):
             target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
-            with _named("verifier", parts.verifier, "verdict"):
+            with named("verifier", parts.verifier, "verdict"):
                 verdict = parts.verifier.verdict(tree, target)
                 _check_verdict(verdict, tree, parts.target.vocab_size)
             tokens = self._cut(verdict.tokens)
@@ -214,185 +167,33 @@ class Decoding:
                 source, place = torch.tensor(moved).T
                 parts.target.move_(self.cache.content, n_kv + source, n_kv + place)
         nodes = tree.node[list(path)].tolist()
-        if parts.leftover and draft.calls and self.finish_reason is None:
-            self._left = self._find(nodes[-1] if nodes else ROOT, tokens[-1])
         if self.finish_reason is None:
             commit = Commit(tuple(tokens), tuple(nodes), top, tree_top)
             for drafter in parts.drafters:
                 drafter.observe(commit)
+        if draft.layers:
+            self._drafting.committed(nodes, tokens, more=self.finish_reason is None)
         n = len(parts.drafters)
         source = tree.source.tolist()
+        proposers = tree.proposers[list(path)].tolist()
         record = StepRecord(
             n_new=len(tokens),
             n_path=len(verdict.path),
             n_tree=len(tree),
             calls=draft.calls,
             drafted=draft.drafted,
-            kept=_count(source, n),
-            accepted=_count([source[i] for i in path], n),
+            proposed=draft.proposed,
+            kept=count(source, n),
+            accepted=count([source[i] for i in path], n),
+            accepted_alone=tuple(proposers.count(1 << i) for i in range(n)),
             seconds=parts.watch.lap(),
+            visit_seconds=draft.visit_seconds,
             side_calls=draft.side_calls,
             reused=draft.reused,
         )
-        with parts.watch.stage("scheduler"), _named("scheduler", parts.scheduler, "finish"):
+        with parts.watch.stage("scheduler"), named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)
-        return Step(tokens, tree, path, record)
-
-    def _draft(self) -> _Draft:
-        """Grow a tree layer by layer and prune it; plain decoding gets the bare root."""
-        parts, text, tree = self.parts, self.history.tokens, self._tree
-        # The bonus token follows the deepest node, and both must fit.
-        max_depth = self._capacity - len(text) - 1
-        n = len(parts.drafters)
-        if not parts.drafters or max_depth < 1:
-            return _Draft(TokenTree.root_only(text[-1]), (), (0,) * n, (0,) * n)
-        calls: list[int] = []
-        side_calls: list[int] = []
-        n_reached: list[int] = []
-        with parts.watch.stage("tree"):
-            if self._left is None:
-                tree.reset_(text[-1], max_depth, parts.builder.budget)
-            else:
-                tree.reroot_(self._left, max_depth, parts.builder.budget)
-                self._left = None
-            reused = tree.n_nodes - 1
-            frontier = torch.tensor([ROOT])
-            for layer in range(1, parts.builder.depth + 1):
-                with parts.watch.stage("scheduler"):
-                    state = DraftState(
-                        layer=layer,
-                        depth=parts.builder.depth,
-                        calls=tuple(calls),
-                        n_drafters=n,
-                        n_prompt=self.history.n_prompt,
-                        n_committed=len(text),
-                        tree=tree,
-                        frontier=frontier,
-                        reached=tuple(n_reached),
-                        text=text,
-                    )
-                    with _named("scheduler", parts.scheduler, "choose"):
-                        chosen = parts.scheduler.choose(state)
-                    index = self.within_limit(chosen, tree)
-                if index is None:
-                    break
-                touched, riders, acted = self.layer(tree, index, frontier)
-                side_calls += riders
-                if not acted:
-                    break
-                calls.append(index)
-                with _named("builder", parts.builder, "frontier"):
-                    reached = parts.builder.frontier(tree, touched, layer)
-                if reached is None:
-                    break
-                n_reached.append(reached.shape[0])
-                # A layer that found nothing leaves the frontier to the next drafter.
-                if reached.shape[0]:
-                    frontier = reached
-                if not frontier.shape[0]:
-                    break
-            if calls:
-                side_calls += self.finish_draft(tree, calls)
-            with _named("builder", parts.builder, "prune"):
-                pruned = parts.builder.prune(tree)
-            self._check(pruned, max_depth, tree.n_drawn)
-            drafted = _count(tree.source.tolist(), n)
-            return _Draft(pruned, tuple(calls), _count(side_calls, n), drafted, reused)
-
-    def _find(self, node: int, token: int) -> int | None:
-        """The child of a working-tree node that holds ``token``; None if drawn trees may not be."""
-        tree = self._tree
-        if tree.n_drawn:
-            return None
-        found = tree.alive & (tree.parent == node) & (tree.token == token)
-        found[ROOT] = False
-        children = found.nonzero()[:, 0].tolist()
-        return children[0] if children else None
-
-    def layer(
-        self, tree: TreeBackend, index: int, frontier: Tensor
-    ) -> tuple[Touched, Sequence[int], bool]:
-        """One layer: drafter ``index``, before it the riders if it scores.
-
-        Also who they were, and whether ``index`` acted: riders may take the room that it had left.
-        """
-        parts = self.parts
-        scores = isinstance(parts.drafters[index], ScoringDrafter)
-        riders = [i for i in parts.riders if scores and self._has_room(i, tree)]
-        visits: list[Touched] = []
-        for i in (*riders, index):
-            if i == index and self.within_limit(index, tree) != index:
-                return Touched(frontier, torch.zeros_like(frontier)), riders, False
-            with _named("graft", parts.graft, "visit"):
-                visits.append(
-                    parts.graft.visit(tree, parts.drafters[i], i, frontier, parts.builder.width)
-                )
-        if not riders:
-            return visits[0], (), True
-        nodes = torch.cat([visit.nodes for visit in visits])
-        # A model has scored them all: the frontier ranks them by that, not by what they matched.
-        return Touched(nodes, torch.zeros_like(nodes)), riders, True
-
-    def finish_draft(self, tree: TreeBackend, calls: Sequence[int]) -> Sequence[int]:
-        """Let the graft act on the whole tree; numbers of the drafters that it called."""
-        parts = self.parts
-        able = {i: d for i, d in enumerate(parts.drafters) if self._has_room(i, tree)}
-        with _named("graft", parts.graft, "finish"):
-            called = parts.graft.finish(
-                tree, able, tuple(calls), parts.builder.width, parts.builder.budget
-            )
-        if not isinstance(called, Sequence) or any(i not in able for i in called):
-            raise PolicyError(
-                f"the graft's finish must return numbers of the drafters that it called, of "
-                f"{sorted(able)}, found {called!r}"
-            )
-        return called
-
-    def _check(self, tree: TokenTree, max_depth: int, n_drawn: int) -> None:
-        """TreeError if what is to be verified is no tree over the committed text.
-
-        Grafts and builders may be anybody's; with this they can waste time but change no token.
-        """
-        tree.check()
-        root, last = int(tree.token[ROOT]), self.history.tokens[-1]
-        if root != last:
-            raise TreeError(f"the draft tree's root must hold the last token {last}, found {root}")
-        budget, deepest = self.parts.builder.budget, int(tree.depth.max())
-        if len(tree) > budget + 1:
-            raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
-        if deepest > max_depth:
-            raise TreeError(f"the text has room for a depth of {max_depth}, found {deepest}")
-        n_slots = 0 if tree.ledger is None else int((tree.ledger.row >= 0).sum())
-        if self.parts.verifier.needs_ledger and n_slots != n_drawn:
-            raise TreeError(
-                f"the pruned tree's ledger must hold all {n_drawn} draws, found {n_slots}; prune "
-                "with the tree's own prune"
-            )
-
-    def within_limit(self, index: int | None, tree: TreeBackend) -> int | None:
-        """The chosen drafter, or the next cheaper one whose context still has room."""
-        n = len(self.parts.drafters)
-        if index is not None and (type(index) is not int or not 0 <= index < n):
-            raise PolicyError(
-                f"the scheduler must choose a drafter 0..{n - 1} or None, found {index!r}"
-            )
-        while index is not None:
-            if self._has_room(index, tree):
-                return index
-            limit = self.parts.drafters[index].limit
-            notice = (
-                f"drafter {self.parts.names[index]!r} is left out where text and draft tree pass "
-                f"its context limit of {limit} tokens"
-            )
-            if notice not in self.notices:
-                self.notices.append(notice)
-            index = index - 1 if index > 0 else None
-        return None
-
-    def _has_room(self, index: int, tree: TreeBackend) -> bool:
-        """Whether text and tree lie within the context of a drafter."""
-        limit = self.parts.drafters[index].limit
-        return limit is None or len(self.history.tokens) + int(tree.depth.max()) <= limit
+        return Step(tokens, tree, path, draft.layers, record)
 
     def _forward(self, tree: TokenTree, n_kv: int) -> Tensor:
         """float [N, V]: one forward of the target over the tree."""
@@ -453,19 +254,6 @@ class Decoding:
         return kept
 
 
-@contextmanager
-def _named(role: str, part: object, method: str) -> Iterator[None]:
-    """Turn whatever a policy raises into one line that says whose fault it is."""
-    try:
-        yield
-    except TreegraftError:
-        raise
-    except Exception as error:
-        raise PolicyError(
-            f"{role} {type(part).__name__!r} failed in {method}: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _check_verdict(verdict: Verdict, tree: TokenTree, vocab_size: int) -> None:
     """ValueError unless the verdict is a path of the tree and one token more.
 
@@ -493,7 +281,3 @@ def _chosen(logp: Tensor, tokens: Sequence[int]) -> Tensor:
     """float32 [n] on the host, where drafters work: log p of one token per row."""
     here = torch.tensor(tokens, device=logp.device)
     return logp.gather(1, here[:, None])[:, 0].cpu()
-
-
-def _count(sources: Sequence[int], n_drafters: int) -> tuple[int, ...]:
-    return tuple(sources.count(i) for i in range(n_drafters))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -21,16 +22,24 @@ from treegraft.core.errors import ConfigError, PromptError, TreegraftError
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.processors import Processors
-from treegraft.core.roles import Drafter, Scheduler
+from treegraft.core.roles import Drafter, Scheduler, TreeBackend, TreeBuilder
 from treegraft.core.sampling import History, Sampling
 from treegraft.core.stats import Generation, StepRecord
 from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import TokenTree
-from treegraft.decoding import Decoding, Parts, TargetCache
+from treegraft.decoding import Decoding, TargetCache
+from treegraft.drafting import Layer
 from treegraft.loading import Loader
+from treegraft.parts import Parts
+from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
-from treegraft.policies.schedulers import FixedConfig, FixedScheduler
+from treegraft.policies.schedulers import (
+    CostAwareConfig,
+    CostAwareScheduler,
+    FixedConfig,
+    FixedScheduler,
+)
 from treegraft.text import StopStrings, TextStream
 
 
@@ -44,6 +53,7 @@ class Chunk:
     step : the record of the step.
     tree : the draft tree that the target read. path : its committed nodes, top down: node
         ``path[j]`` holds ``tokens[j]``, and a token more than that is the target's bonus token.
+    layers : who was chosen in each layer, where it could draft, and what it brought.
     generation : the whole result, with the last chunk only.
     """
 
@@ -52,6 +62,7 @@ class Chunk:
     step: StepRecord
     tree: TokenTree
     path: tuple[int, ...]
+    layers: tuple[Layer, ...]
     generation: Generation | None = None
 
 
@@ -78,6 +89,7 @@ class Pipeline:
         tokenizer: Any,
         eos: Sequence[int],
         no_tokenizer: str = "",
+        calibration: Calibration | None = None,
         models: Mapping[str, LanguageModel] | None = None,
     ) -> None:
         self.config = config
@@ -87,7 +99,13 @@ class Pipeline:
         self._eos = tuple(token for token in eos if token < parts.target.vocab_size)
         self._cache = TargetCache()
         self._current: object = None
+        self._calibration = calibration
         self.models = dict(models or {})
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What maps scores to chances of acceptance; None where ``calibration.kind`` is none."""
+        return self._calibration
 
     @property
     def target(self) -> LanguageModel:
@@ -103,6 +121,20 @@ class Pipeline:
     def drafter_names(self) -> tuple[str, ...]:
         """Cheapest first, as numbered in statistics."""
         return tuple(self._parts.names)
+
+    @property
+    def builder(self) -> TreeBuilder:
+        """The shape of the tree: its depth, width and budget."""
+        return self._parts.builder
+
+    def with_scheduler(self, scheduler: Scheduler) -> Pipeline:
+        """The same pipeline with another scheduler; both share drafters and models.
+
+        As one text at a time goes through its drafters, only one of the two can be decoding.
+        """
+        other = copy.copy(self)
+        other._parts = replace(self._parts, scheduler=scheduler)
+        return other
 
     def graph(self) -> nx.DiGraph:
         """The components and what flows between them; see ``composition.component_graph``."""
@@ -292,7 +324,7 @@ class Pipeline:
             generation = None
             if decoding.finish_reason is not None:
                 generation = self._finished(decoding, steps, prefill)
-            yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, generation)
+            yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, step.layers, generation)
 
     def _finished(
         self, decoding: Decoding, steps: list[StepRecord], prefill: dict[str, float]
@@ -379,15 +411,23 @@ def build_pipeline(
             built = build_component("drafter", drafter)
         drafters.append(guard(built, name, watch))
     tree_class = _TREES[config.backend.kind]
+    calibration = None
+    if config.calibration.kind == "online":
+        calibration = Calibration(config.calibration, len(drafters))
+
+    def tree() -> TreeBackend:
+        made = tree_class(target.vocab_size)
+        return made if calibration is None else CalibratedTree(made, calibration.for_text())
+
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
         names=config.drafter_names,
         builder=custom["builder"],
         graft=custom["graft"],
-        scheduler=_scheduler(config),
+        scheduler=_scheduler(config, custom["builder"].budget),
         verifier=custom["verifier"],
-        tree=lambda: tree_class(target.vocab_size),
+        tree=tree,
         watch=watch,
         riders=tuple(map(config.drafter_names.index, config.ride_along)),
         leftover=config.leftover,
@@ -399,13 +439,16 @@ def build_pipeline(
         loader.tokenizer(source),
         loader.eos(source),
         loader.no_tokenizer(source),
+        calibration,
         models={name: loader.model(name) for name in (source, *named)},
     )
 
 
-def _scheduler(config: PipelineConfig) -> Scheduler:
+def _scheduler(config: PipelineConfig, budget: int) -> Scheduler:
     if isinstance(config.scheduler, FixedConfig):
         # Names become numbers here, where the drafters are known.
         return FixedScheduler(config.fixed_calls)
+    if isinstance(config.scheduler, CostAwareConfig):
+        return CostAwareScheduler(config.scheduler, config.drafter_names, budget)
     scheduler: Scheduler = build_component("scheduler", config.scheduler)
     return scheduler

@@ -33,7 +33,7 @@ def pipelines(models):
 
 def generation(tokens, seconds, drafters=()):
     n = len(drafters)
-    step = StepRecord(len(tokens), 0, 1, (), (0,) * n, (0,) * n, (0,) * n, {"target": seconds})
+    step = StepRecord(len(tokens), 0, 1, (), *[(0,) * n] * 5, {"target": seconds})
     return Generation(list(tokens), None, "length", 1, tuple(drafters), [step])
 
 

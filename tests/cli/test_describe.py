@@ -26,6 +26,7 @@ def test_every_example_is_sound(treegraft, monkeypatch, example):
 def test_there_is_an_example_for_every_role(treegraft):
     assert {path.stem for path in EXAMPLES} >= {
         *("zoo", "plain", "never", "always", "mixed", "sampled", "own_policy", "paper"),
+        "calibrated",
     }
     data = yaml.safe_load((ROOT / "examples" / "zoo.yaml").read_text())
     assert set(data) == set(treegraft("schema").json["properties"])

@@ -189,3 +189,64 @@ def test_a_drafter_may_be_named_like_a_stage(zoo, treegraft):
     statistics = result.json["statistics"]
     assert statistics["target_calls"] < 12
     assert {"target", "drafter:target", "forward:target"} <= set(statistics["seconds"])
+
+
+# --- the trace ------------------------------------------------------------------------------------
+
+
+def read_trace(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_trace_has_a_line_a_step_and_changes_no_output(zoo, treegraft, tmp_path, write):
+    prompts = write("p.jsonl", '{"id": "a", "prompt": "one two"}\n{"id": "b", "prompt": "dog"}\n')
+    ask = ("generate", "--target", zoo.target, "--drafter", "ngram", "--drafter", zoo.small, *TREE)
+    ask = (*ask, "--prompts", prompts, "-n", 8)
+    path = tmp_path / "run.jsonl"
+    path.write_text("an older trace, longer than nothing\n" * 99)
+    plain, traced = treegraft(*ask), treegraft(*ask, "--trace", path)
+    assert (traced.code, traced.out) == (0, plain.out)
+    header, *lines = read_trace(path)
+    assert header["trace"] == "treegraft"
+    assert header["drafters"] == ["ngram", "small"]
+    assert [line["id"] for line in lines if line["step"] == 0] == ["a", "b"]
+    assert sum(len(line["verdict"]["tokens"]) for line in lines) == 16
+    streamed = treegraft(*ask, "--trace", path, "--stream", "--json")
+    *steps, result = map(json.loads, streamed.out.splitlines())
+    assert [step["tokens"] for step in steps] == [
+        line["verdict"]["tokens"] for line in read_trace(path)[1:]
+    ]
+    assert result["config"] == read_trace(path)[0]["config"]
+
+
+def test_a_run_that_never_begins_leaves_an_older_trace_alone(zoo, treegraft, tmp_path):
+    path = tmp_path / "run.jsonl"
+    for older in (None, "an older trace\n"):
+        if older is not None:
+            path.write_text(older)
+        result = treegraft("generate", "--target", zoo.bare, "-p", "text", "--trace", path)
+        assert result.code == 2
+        assert "tokenizer" in result.err
+        assert path.exists() == (older is not None)
+        assert older is None or path.read_text() == older
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(zoo, treegraft, tmp_path, write):
+    config = write("c.yaml", f"target: {{model: {zoo.target!r}}}\n")
+    prompts = write("p.txt", "one two")
+    ask = ("generate", "-c", config, "--prompts", prompts, "--trace")
+    for path, message in (
+        (tmp_path / "no" / "where", "cannot be written: No such file or directory"),
+        (tmp_path, "cannot be written: Is a directory"),
+        ("-", "--trace needs a file, found '-'"),
+        (config, "is a file that this command reads"),
+        (prompts, "is a file that this command reads"),
+    ):
+        result = treegraft(*ask, path)
+        assert result.code == 2
+        assert message in result.err
+        assert len(result.err.strip().splitlines()) == 1
+    assert prompts.read_text() == "one two"
+    full = treegraft(*ask, "/dev/full")
+    assert full.code == 1
+    assert "--trace '/dev/full' cannot be written: No space left on device" in full.err

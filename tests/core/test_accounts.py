@@ -100,8 +100,10 @@ def step(n_new: int, n_path: int, calls: tuple[int, ...], **seconds: float) -> S
         n_tree=1 + n_path,
         calls=calls,
         drafted=(3, 2),
+        proposed=(4, 5),
         kept=(2, 1),
         accepted=(n_path, 0),
+        accepted_alone=(n_path // 2, 0),
         seconds=seconds,
     )
 
@@ -118,8 +120,10 @@ def test_figures_of_two_texts() -> None:
     assert (figures.new_tokens, figures.target_calls) == (6, 3)
     assert figures.mean_accepted_length == 2.0
     assert figures.drafted == (9, 6)
+    assert figures.proposed == (12, 15)
     assert figures.kept == (6, 3)
     assert figures.accepted == (4, 0)
+    assert figures.accepted_alone == (2, 0)
     assert figures.calls == (2, 4)
     assert figures.calls_by_layer == ((2, 1), (0, 2), (0, 1))
     assert figures.acceptance_by_depth == (2 / 3, 2 / 3)
@@ -145,7 +149,7 @@ def test_every_figure_that_is_handed_out_is_defined() -> None:
 
 
 def test_a_text_without_drafters_has_figures() -> None:
-    plain = Generation([1], None, "eos", 1, (), [StepRecord(1, 0, 1, (), (), (), (), {})])
+    plain = Generation([1], None, "eos", 1, (), [StepRecord(1, 0, 1, (), (), (), (), (), (), {})])
     figures = plain.statistics.as_dict()
     assert figures["mean_accepted_length"] == 1.0
     assert figures["calls"] == {}

@@ -73,6 +73,7 @@ def test_a_node_draws_with_the_noise_of_its_own_place() -> None:
         logprob=torch.zeros(4),
         source=torch.zeros(4, dtype=torch.int64),
         scorer=torch.zeros(4, dtype=torch.int64),
+        proposers=torch.ones(4, dtype=torch.int64),
         ancestors=torch.ones(4, 4, dtype=torch.bool),
         node=torch.arange(4),
     )

@@ -21,7 +21,7 @@ from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
 
 V = 5
 NONE = -math.inf
-COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer")
+COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer", "proposers")
 STATES = ("alive", "leaf")
 
 
@@ -72,6 +72,22 @@ def test_a_lookup_fills_in_scores_and_a_scorer_replaces_them(tree: TreeBackend) 
     assert tree.logprob.tolist() == [0.0, -2.0, -2.5]
     assert tree.source.tolist() == [NOBODY, 0, 0]
     assert tree.scorer.tolist() == [NOBODY, 2, 1]
+
+
+def test_a_node_knows_everyone_who_proposed_it(tree: TreeBackend) -> None:
+    tree.add_(paths((ROOT, [1, 2], [-1.0, NONE])), source=0, overwrite=False)
+    tree.add_(paths((ROOT, [1], [-9.0]), (ROOT, [3], [-9.0])), source=2, overwrite=True)
+    assert tree.source.tolist() == [NOBODY, 0, 0, 2]
+    assert tree.proposers.tolist() == [0, 0b101, 0b001, 0b100]
+    # To score a node is not to propose it, and to propose it again changes nothing.
+    tree.rescore_(torch.full((4,), -1.0), source=5)
+    tree.add_(paths((ROOT, [1, 2], [-1.0, NONE])), source=0, overwrite=False)
+    tree.add_(paths((1, [2], [-1.0])), source=62, overwrite=False)
+    assert tree.proposers.tolist() == [0, 0b101, 1 | 1 << 62, 0b100]
+    assert tree.prune(2).proposers.tolist() == [0, 0b101, 0b100]
+    tree.reset_(token=0, max_depth=1)
+    tree.add_(paths((ROOT, [1], [-1.0])), source=3, overwrite=False)
+    assert tree.proposers.tolist() == [0, 0b1000]
 
 
 def test_a_token_outside_the_vocabulary_ends_its_path(tree: TreeBackend) -> None:
@@ -336,6 +352,11 @@ class TwoTrees(RuleBasedStateMachine):
             and (path := self.reference.path(v))[:above] == self.reference.path(node)
             and len(path) - above <= max_depth
         ]
+        if self.reference.n_drawn:  # what was drawn once is not there to be drawn again
+            for tree in (self.tensor, self.reference):
+                with pytest.raises(TreeError, match="draws cannot begin at another node"):
+                    tree.reroot_(node, max_depth)
+            return
         self.tensor.reroot_(node, max_depth)
         self.reference.reroot_(node, max_depth)
         found = [self.tensor.path(v) for v in range(self.tensor.n_nodes)]
@@ -467,6 +488,7 @@ def test_token_tree_check_names_the_law(tree: TreeBackend) -> None:
         (changed("parent", 1, 3), r"parent\[i\] < i"),
         (changed("depth", 2, 5), r"depth\[i\] = depth\[parent\[i\]\] \+ 1"),
         (changed("logprob", 3, -0.5), r"logprob\[i\] <= logprob\[parent\[i\]\]"),
+        (changed("proposers", 2, 0b10), "a node's source is among its proposers"),
         (changed("token", 2, 1), "siblings have different tokens"),
         (changed("ancestors", (1, 0), False), "ancestors are the path to the root"),
     ):

@@ -20,7 +20,7 @@ from treegraft.core.roles import TreeBackend
 from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
 
 V = 5
-COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer")
+COLUMNS = ("token", "parent", "depth", "logprob", "source", "scorer", "proposers")
 # Number 62 is the last drafter that a pipeline may have.
 SOURCES = st.sampled_from([0, 1, 2, 62])
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])

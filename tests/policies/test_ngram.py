@@ -88,6 +88,30 @@ def test_longest_match_first_then_the_latest() -> None:
     assert [path for _, path, _, _ in found(drafter, tree_of(2), width=2)] == [[7], [6]]
 
 
+def test_only_the_longest_match_goes_on_for_longer() -> None:
+    text = [7, 2, 5, 1, 2, 3, 4, 5, 6, 8, 1, 2]
+    drafter = begun(text, max_n=2, length=2, long_length=5)
+    assert [(path, n) for _, path, _, n in found(drafter, tree_of(2))] == [
+        ([3, 4, 5, 6, 8], 2),
+        ([5, 1], 1),
+    ]
+    # The place after "1 2" is matched by "2" as well: two tokens of a path that is there already.
+    assert len(found(drafter, tree_of(2), width=1)) == 1
+
+
+def test_long_continuations_that_part_late_are_both_drafted() -> None:
+    drafter = begun([1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6, 0, 1, 2], max_n=2, length=2, long_length=3)
+    assert [(path, n) for _, path, _, n in found(drafter, tree_of(2))] == [
+        ([3, 4, 6], 2),
+        ([3, 4, 5], 2),
+    ]
+
+
+def test_long_continuations_are_no_shorter_than_the_others() -> None:
+    with pytest.raises(ValueError, match=r"long_length must be at least length \(3\), found 2"):
+        NgramConfig(long_length=2)
+
+
 def test_a_node_is_matched_by_its_own_path() -> None:
     drafter = begun([1, 2, 3, 4, 1], length=1)
     tree = tree_of(1, [2], [9])
@@ -116,17 +140,28 @@ def test_a_new_text_forgets_the_old() -> None:
     max_n=st.integers(1, 4),
     min_n=st.integers(1, 4),
     length=st.integers(1, 3),
+    more=st.integers(0, 4),
     width=st.integers(1, 4),
     split=st.integers(1, 24),
 )
 @settings(max_examples=100)
 def test_it_finds_what_a_search_of_the_whole_text_finds(
-    text: list[int], path: list[int], max_n: int, min_n: int, length: int, width: int, split: int
+    text: list[int],
+    path: list[int],
+    max_n: int,
+    min_n: int,
+    length: int,
+    more: int,
+    width: int,
+    split: int,
 ) -> None:
     min_n = min(min_n, max_n)
     split = min(split, len(text))
     scores = [-float(i) for i in range(len(text))]
-    drafter = begun(text[:split], scores[1:split], max_n=max_n, min_n=min_n, length=length)
+    options = {"max_n": max_n, "min_n": min_n, "length": length}
+    if more:
+        options["long_length"] = length + more
+    drafter = begun(text[:split], scores[1:split], **options)
     if text[split:]:
         drafter.observe(Commit(tuple(text[split:]), (), top(scores[split:])))
 
@@ -134,10 +169,11 @@ def test_it_finds_what_a_search_of_the_whole_text_finds(
     expected: list[tuple[list[int], float, int]] = []
     for n in range(max_n, min_n - 1, -1):
         for place in range(len(text) - 1, n - 1, -1):
-            continuation = text[place : place + length]
+            reach = length + more if n == max_n else length
+            continuation = text[place : place + reach]
             if len(tail) >= n and text[place - n : place] == tail[-n:]:
                 score = NONE if place == 0 else scores[place]
-                if continuation not in [path for path, _, _ in expected]:
+                if continuation not in [path[:reach] for path, _, _ in expected]:
                     expected.append((continuation, score, n))
     tree = tree_of(text[-1], *([path] if path else []))
     proposed = [entry[1:] for entry in found(drafter, tree, width, nodes=[len(path)])]

@@ -1,32 +1,41 @@
-"""The schedulers without state: never, always, fixed."""
+"""The schedulers that learn nothing: never, always, fixed, priority."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from table_models import hashed_model
 
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.config import parse_config
 from treegraft.core.errors import ConfigError
 from treegraft.core.roles import DraftState, Scheduler
+from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
     FixedScheduler,
     NeverConfig,
     NeverScheduler,
+    PriorityConfig,
+    PriorityScheduler,
 )
 
 
-def choices(scheduler: Scheduler, n_drafters: int, depth: int) -> list[int | None]:
-    """What is chosen in each layer, as the decoding asks for it."""
+def choices(
+    scheduler: Scheduler, n_drafters: int, depth: int, reached: tuple[int, ...] = ()
+) -> list[int | None]:
+    """What is chosen in each layer, as the decoding asks for it; ``reached`` as in DraftState."""
     tree = TensorTree(4)
     tree.reset_(0, 9)
     chosen: list[int | None] = []
     for layer in range(1, depth + 1):
         calls = tuple(i for i in chosen if i is not None)
         frontier = torch.tensor([0])
-        state = DraftState(layer, depth, calls, n_drafters, 3, 5, tree, frontier)
+        before = reached[: layer - 1]
+        state = DraftState(layer, depth, calls, n_drafters, 3, 5, tree, frontier, before)
         chosen.append(scheduler.choose(state))
     return chosen
 
@@ -46,6 +55,46 @@ def test_with_one_drafter_never_and_always_are_the_same() -> None:
 
 def test_fixed_follows_its_list_and_then_stops() -> None:
     assert choices(FixedScheduler((0, 2, 1)), n_drafters=3, depth=5) == [0, 2, 1, None, None]
+
+
+def test_the_first_with_something_to_propose_drafts_the_step() -> None:
+    scheduler = PriorityScheduler(PriorityConfig())
+    assert choices(scheduler, 3, 4, reached=(3, 2, 2)) == [0, 0, 0, 0]
+    assert choices(scheduler, 3, 4, reached=(0, 2, 2)) == [0, 1, 1, 1]
+    assert choices(scheduler, 3, 4, reached=(0, 0, 2)) == [0, 1, 2, 2]
+    # Nobody has anything, or the one that had finds no more: that is the end of the draft.
+    assert choices(scheduler, 2, 4, reached=(0, 0, 0)) == [0, 1, None, None]
+    assert choices(scheduler, 3, 3, reached=(2, 0)) == [0, 0, None]
+
+
+def test_the_next_one_may_take_over() -> None:
+    scheduler = PriorityScheduler(PriorityConfig(hand_over=True))
+    assert choices(scheduler, 3, 4, reached=(2, 0, 1)) == [0, 0, 1, 1]
+    assert choices(scheduler, 2, 5, reached=(2, 0, 1, 0)) == [0, 0, 1, 1, None]
+
+
+def silent_then_right(**options: Any) -> Pipeline:
+    """A drafter that never says anything, and one that is always right."""
+    model = hashed_model(8, seed=1, order=6)
+    known = {"seed": 1, "vocab_size": 8, "order": 6}
+    config = {
+        "target": {"model": "t"},
+        "drafters": [
+            {"kind": "adversarial_drafters:Scripted", "name": "silent", "params": {"paths": []}},
+            {"kind": "adversarial_drafters:AlwaysRight", "name": "right", "params": known},
+        ],
+        "builder": {"kind": "layered", "depth": 3, "width": 2, "budget": 8},
+        "scheduler": {"kind": "priority", **options},
+    }
+    return build_pipeline(parse_config(config), {"t": model})
+
+
+@pytest.mark.parametrize("hand_over", [False, True])
+def test_priority_passes_over_a_drafter_that_has_nothing(hand_over: bool) -> None:
+    result = silent_then_right(hand_over=hand_over).generate([1, 2, 3], max_new_tokens=12)
+    # A layer to find out, and two in which the other one drafts.
+    assert {step.calls for step in result.steps[:-1]} == {(0, 1, 1)}
+    assert [step.n_new for step in result.steps] == [3] * 4
 
 
 def fixed(*calls: str | int, depth: int = 5) -> tuple[int, ...]:

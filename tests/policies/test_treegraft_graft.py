@@ -232,7 +232,7 @@ def test_any_row_of_visits_keeps_the_laws(
             reached = tree.rank(touched.nodes, touched.match, width)
             frontiers[k] = reached if len(reached) else frontiers[k]
         assert torch.equal(frontiers[0], frontiers[1])
-        for column in ("token", "parent", "depth", "logprob", "source", "scorer"):
+        for column in ("token", "parent", "depth", "logprob", "source", "scorer", "proposers"):
             assert torch.equal(getattr(trees[0], column), getattr(trees[1], column))
 
 

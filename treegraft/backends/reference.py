@@ -75,6 +75,11 @@ class ReferenceTree(TreeBackend):
         return self._column("scorer", torch.int64)
 
     @property
+    def proposers(self) -> Tensor:
+        proposers = [self.graph.nodes[v]["proposers"] for v in range(self.n_nodes)]
+        return torch.tensor([sum(1 << i for i in found) for found in proposers])
+
+    @property
     def alive(self) -> Tensor:
         return self._column("alive", torch.bool)
 
@@ -117,7 +122,14 @@ class ReferenceTree(TreeBackend):
         self._draws = []
         self.graph = nx.DiGraph()
         self.graph.add_node(
-            ROOT, token=token, edge=0.0, source=NOBODY, scorer=NOBODY, visitors=set(), alive=True
+            ROOT,
+            token=token,
+            edge=0.0,
+            source=NOBODY,
+            scorer=NOBODY,
+            proposers=set(),
+            visitors=set(),
+            alive=True,
         )
 
     def reroot_(self, node: int, max_depth: int, budget: int | None = None) -> None:
@@ -204,8 +216,9 @@ class ReferenceTree(TreeBackend):
             if self.graph.nodes[node]["token"] == token:
                 held = self.graph.nodes[node]
                 if not held["alive"]:
-                    held.update(alive=True, source=source, visitors=set())
+                    held.update(alive=True, source=source, proposers=set(), visitors=set())
                     held.update(edge=-math.inf, scorer=source if overwrite else NOBODY)
+                held["proposers"].add(source)
                 if overwrite or (held["edge"] == -math.inf and score > -math.inf):
                     held.update(edge=score, scorer=source)
                 return int(node)
@@ -217,6 +230,7 @@ class ReferenceTree(TreeBackend):
             edge=score,
             source=source,
             scorer=scorer,
+            proposers={source},
             visitors=set(),
             alive=True,
         )
@@ -278,6 +292,7 @@ class ReferenceTree(TreeBackend):
             logprob=self.logprob[numbers],
             source=self.source[numbers],
             scorer=self.scorer[numbers],
+            proposers=self.proposers[numbers],
             ancestors=self.ancestors(numbers)[:, numbers],
             node=numbers,
             ledger=self._ledger(place) if self._draws else None,

@@ -49,9 +49,10 @@ class TensorTree(TreeBackend):
         self._edge = np.zeros(n_slots, dtype=np.float32)
         self._logprob = np.zeros(n_slots, dtype=np.float32)
         self._lineage = np.zeros((n_slots, n_slots), dtype=np.bool_)
-        # Bit i: drafter i has hung paths here.
+        # Bit i: drafter i has hung paths here, and drafter i has proposed this node.
         self._visited = np.zeros(n_slots, dtype=np.int64)
         self._alive = np.ones(n_slots, dtype=np.bool_)
+        self._proposers = np.zeros(n_slots, dtype=np.int64)
 
     def _grow(self, n_nodes: int) -> None:
         old = {name: held for name, held in vars(self).items() if isinstance(held, np.ndarray)}
@@ -88,6 +89,10 @@ class TensorTree(TreeBackend):
         return torch.from_numpy(self._scorer[: self._n])
 
     @property
+    def proposers(self) -> Tensor:
+        return torch.from_numpy(self._proposers[: self._n])
+
+    @property
     def alive(self) -> Tensor:
         return torch.from_numpy(self._alive[: self._n])
 
@@ -121,6 +126,7 @@ class TensorTree(TreeBackend):
         self._lineage[ROOT] = False
         self._lineage[ROOT, ROOT] = True
         self._visited[ROOT] = 0
+        self._proposers[ROOT] = 0
 
     def reroot_(self, node: int, max_depth: int, budget: int | None = None) -> None:
         n = self._n
@@ -140,7 +146,7 @@ class TensorTree(TreeBackend):
         self._parent[1:k], self._depth[1:k] = parent[1:], depth[1:]
         self._lineage[:k] = False
         self._lineage[:k, :k] = lineage
-        for column in (self._token, self._source, self._scorer, self._edge):
+        for column in (self._token, self._source, self._scorer, self._proposers, self._edge):
             column[1:k] = column[kept[1:]]
         self._visited[:k], self._alive[:k] = 0, True
         keys = self._parent[1:k] * self._vocab_size + self._token[1:k]
@@ -261,14 +267,17 @@ class TensorTree(TreeBackend):
             self._logprob[new] = self._logprob[parent] + own
             self._visited[new] = 0
             self._alive[new] = True
+            self._proposers[new] = 0
             self._lineage[new] = self._lineage[parent]
             diagonal = np.arange(n, end)
             self._lineage[diagonal, diagonal] = True
             self._n = end
         old = nodes[nodes < n]
+        lost = old[~self._alive[old]]
+        self._proposers[lost] = 0
+        self._proposers[nodes] |= 1 << source
         if old.shape[0] == 0:
             return nodes, False
-        lost = old[~self._alive[old]]
         if lost.shape[0]:
             self._alive[lost] = True
             self._source[lost] = source
@@ -354,6 +363,7 @@ class TensorTree(TreeBackend):
             logprob=torch.from_numpy(self._logprob[kept]),
             source=torch.from_numpy(self._source[kept]),
             scorer=torch.from_numpy(self._scorer[kept]),
+            proposers=torch.from_numpy(self._proposers[kept]),
             ancestors=torch.from_numpy(self._lineage[np.ix_(kept, kept)]),
             node=torch.from_numpy(kept),
             ledger=self._ledger(place) if self._draws else None,

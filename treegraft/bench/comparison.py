@@ -16,7 +16,7 @@ import numpy as np
 from treegraft.config import PipelineConfig
 from treegraft.core.errors import ConfigError, TreegraftError
 from treegraft.core.language_model import LanguageModel
-from treegraft.core.stats import Generation, Statistics
+from treegraft.core.stats import NODE_COUNTS, Generation, Statistics
 from treegraft.loading import Loader
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.prompts import Prompt
@@ -123,9 +123,7 @@ class ArmSummary:
                     "calls": s.calls[i],
                     "side_calls": s.side_calls[i],
                     "seconds": s.drafter_seconds[name],
-                    "drafted": s.drafted[i],
-                    "kept": s.kept[i],
-                    "accepted": s.accepted[i],
+                    **{count: getattr(s, count)[i] for count in NODE_COUNTS},
                 }
                 for i, name in enumerate(s.drafters)
             },

@@ -90,9 +90,11 @@ def _components() -> dict[str, Any]:
         StopConfig,
         TargetConfig,
     )
+    from treegraft.policies.calibration import CalibrationConfig
 
     settings: dict[str, type[BaseModel]] = {
         "target": TargetConfig,
+        "calibration": CalibrationConfig,
         "sampling": SamplingConfig,
         "sampling.processors": ProcessorsConfig,
         "stop": StopConfig,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -27,11 +32,11 @@ from treegraft.cli.options import (
     pipeline_config,
     prompt_list,
 )
-from treegraft.cli.output import note, print_json, progress, stderr, working
+from treegraft.cli.output import line_file, note, print_json, progress, stderr, working
 
 if TYPE_CHECKING:
     from treegraft.core.stats import Generation
-    from treegraft.pipeline import Pipeline
+    from treegraft.pipeline import Chunk, Pipeline
     from treegraft.prompts import Prompt
 
 
@@ -80,6 +85,12 @@ def generate(
     budget: Budget = None,
     dtype: Dtype = None,
     device: Device = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", help="Write a line of JSON per step: tree, decisions, timings, verdict."
+        ),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print figures and what they mean on stderr.")
     ] = False,
@@ -115,19 +126,25 @@ def generate(
     from treegraft.core.stats import Statistics
     from treegraft.pipeline import build_pipeline
 
-    with working("loading models"):
-        pipeline = build_pipeline(resolved)
-    if chat:
-        wanted = [_in_chat(p, pipeline) for p in wanted]
-    for each in wanted:  # a bad prompt is said before the first one is decoded
-        pipeline.encode(each.content)
     results: list[Generation] = []
     quiet = not stream and (as_json or not sys.stdout.isatty())
-    with progress("decoding", len(wanted), shown=quiet) as tick:
+    with ExitStack() as stack:
+        file = None
+        if trace is not None:
+            file = stack.enter_context(line_file(trace, "--trace", (config, prompts)))
+        with working("loading models"):
+            pipeline = build_pipeline(resolved)
+        if chat:
+            wanted = [_in_chat(p, pipeline) for p in wanted]
+        for each in wanted:  # a bad prompt is said before the first one is decoded
+            pipeline.encode(each.content)
+        begin = _untraced(pipeline) if file is None else _traced(pipeline, file)
+        tick = stack.enter_context(progress("decoding", len(wanted), shown=quiet))
         for each in wanted:
             if not as_json and len(wanted) > 1:
                 note(f"--- {each.id}")
-            generation = _decode(pipeline, each, stream, ids, as_json)
+            as_ids = ids or pipeline.tokenizer is None
+            generation = _decode(begin(each), each, stream, as_ids, as_json)
             results.append(generation)
             for notice in generation.notices:
                 note(notice)
@@ -150,13 +167,26 @@ def generate(
         stderr().print(statistics_report(total))
 
 
+def _untraced(pipeline: Pipeline) -> Callable[[Prompt], Iterator[Chunk]]:
+    return lambda prompt: pipeline.stream(prompt.content)
+
+
+def _traced(pipeline: Pipeline, file: TextIO) -> Callable[[Prompt], Iterator[Chunk]]:
+    """Streams that write their trace to ``file``, which is emptied first."""
+    from treegraft.trace import TraceWriter
+
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe has nothing to lose
+        file.truncate(0)
+    writer = TraceWriter(pipeline, file)
+    return lambda prompt: writer.stream(prompt.content, prompt.id)
+
+
 def _decode(
-    pipeline: Pipeline, prompt: Prompt, stream: bool, ids: bool, as_json: bool
+    chunks: Iterator[Chunk], prompt: Prompt, stream: bool, as_ids: bool, as_json: bool
 ) -> Generation:
     """One text, printed in the form asked for."""
-    as_ids = ids or pipeline.tokenizer is None
     generation = None
-    for chunk in pipeline.stream(prompt.content):
+    for chunk in chunks:
         generation = chunk.generation
         if not stream:
             continue

@@ -36,7 +36,8 @@ SchedulerName = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="never, always, fixed:NAME,NAME,... (drafter of each layer), or package.module:Class.",
+        help="never, always, priority, cost_aware, fixed:NAME,NAME,... (drafter of each layer), or "
+        "package.module:Class.",
     ),
 ]
 Depth = Annotated[int | None, typer.Option("--depth", help="Drafting layers a step.")]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,6 +18,7 @@ __all__ = [
     "ReaderLeft",
     "Ticker",
     "checked_output",
+    "line_file",
     "note",
     "print_json",
     "progress",
@@ -98,6 +100,36 @@ def checked_output() -> Iterator[None]:
         sys.stdout.flush()
     finally:
         sys.stdout, sys.stderr = out, err
+
+
+@contextmanager
+def line_file(path: Path, option: str, inputs: Sequence[Path | None]) -> Iterator[TextIO]:
+    """A text file to write to, checked at once and emptied by the first ``truncate``.
+
+    Until then it is left as it was, so that a command that fails before it has anything to write
+    costs nobody an older file; one that would be new is then removed. ``option`` is how the user
+    named it; ``inputs`` are files that the command reads. ConfigError if it is one of them or
+    cannot be written.
+    """
+    from treegraft.core.errors import ConfigError
+
+    if str(path) == "-":
+        raise ConfigError(f"{option} needs a file, found '-'")
+    old = path.exists()
+    for source in inputs:
+        if old and source is not None and source.exists() and path.samefile(source):
+            raise ConfigError(f"{option} {str(path)!r} is a file that this command reads")
+    try:
+        file = path.open("a", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: {why}") from None
+    try:
+        with file:
+            yield cast(TextIO, _Checked(file, f"{option} {str(path)!r}"))
+    finally:
+        if not old and path.is_file() and not path.stat().st_size:
+            path.unlink()
 
 
 def stdout() -> Console:

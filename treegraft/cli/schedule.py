@@ -78,3 +78,42 @@ def collect(
             f"{out}: {report.n_steps} steps of {report.n_prompts} prompts, {report.n_rows} "
             f"schedules, {report.rate:.1f} steps per second"
         )
+
+
+@schedule.command()
+def calibrate(
+    config: Config,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File of costs (JSON) to write.")],
+    prompts: PromptFile = None,
+    limit: Limit = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Rounds of timing each forward alone.")
+    ] = 7,
+    as_json: Json = False,
+) -> None:
+    """Measure what forwards and steps of a pipeline cost on this device.
+
+    Prints predicted over measured seconds per step, on steps that nothing was fitted to. Without
+    --prompts the shipped ones are decoded, or texts that any model can read.
+    """
+    from treegraft.backends.cost import save_costs
+    from treegraft.bench.prompts import default_prompts
+    from treegraft.config import load_config
+    from treegraft.pipeline import build_pipeline
+    from treegraft.prompts import read_prompts
+    from treegraft.scheduling import calibration
+    from treegraft.scheduling.collect import check_collectable
+
+    loaded = load_config(config)
+    check_collectable(loaded)
+    with working("loading models"):
+        pipeline = build_pipeline(loaded)
+    wanted = read_prompts(prompts, limit) if prompts else default_prompts(pipeline, 64)[:limit]
+    with progress("measuring", repeats + 1 + len(wanted)) as tick:
+        measured = calibration.calibrate(pipeline, wanted, repeats=repeats, on_part=tick)
+    save_costs(measured.costs, out)
+    if as_json:
+        print_json({"path": str(out), **measured.as_dict()})
+        return
+    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in measured.stages.items())
+    print(f"{out}: predicted over measured seconds: {shown} ({measured.steps} steps)")

@@ -88,13 +88,30 @@ def _seconds(summaries: list[ArmSummary]) -> Table:
 
 
 def _drafters(summaries: list[ArmSummary]) -> Table:
-    columns = ("config", "drafter", "calls", "seconds", "drafted", "kept", "accepted")
-    table = _table("Drafters (nodes by the drafter that proposed them)", *columns)
+    table = _table(
+        "Drafters (nodes by the drafter that proposed them first)", "config", *_DRAFTER_COLUMNS
+    )
     table.columns[1].justify = "left"
     for s in summaries:
         for name, figures in _by_drafter(s.statistics).items():
             _row(table, s.name, name, *figures)
+    table.caption = (
+        "proposed: as the first or after others; alone: accepted, and proposed by nobody else"
+    )
+    table.caption_justify = "left"
     return table
+
+
+_DRAFTER_COLUMNS = (
+    "drafter",
+    "calls",
+    "seconds",
+    "proposed",
+    "drafted",
+    "kept",
+    "accepted",
+    "alone",
+)
 
 
 def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
@@ -103,9 +120,11 @@ def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
         name: (
             str(s.calls[i]),
             f"{s.drafter_seconds[name]:.2f}",
+            str(s.proposed[i]),
             str(s.drafted[i]),
             str(s.kept[i]),
             str(s.accepted[i]),
+            str(s.accepted_alone[i]),
         )
         for i, name in enumerate(s.drafters)
     }
@@ -151,7 +170,7 @@ def statistics_report(statistics: Statistics) -> Group:
     seconds = ", ".join(f"{k} {v:.3f}" for k, v in stage_seconds(statistics).items())
     parts: list[Table | Text] = [table, Text(f"seconds: {seconds}")]
     if statistics.drafters:
-        drafters = _table("", "drafter", "calls", "seconds", "drafted", "kept", "accepted")
+        drafters = _table("", *_DRAFTER_COLUMNS)
         for name, cells in _by_drafter(statistics).items():
             _row(drafters, name, *cells)
         parts.append(drafters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -25,6 +25,7 @@ from treegraft.policies.builders import (
     LayeredConfig,
     StaticConfig,
 )
+from treegraft.policies.calibration import CalibrationConfig
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.ngram import NgramConfig
@@ -36,7 +37,13 @@ from treegraft.policies.grafts import (
     TreegraftConfig,
     UnionConfig,
 )
-from treegraft.policies.schedulers import AlwaysConfig, FixedConfig, NeverConfig
+from treegraft.policies.schedulers import (
+    AlwaysConfig,
+    CostAwareConfig,
+    FixedConfig,
+    NeverConfig,
+    PriorityConfig,
+)
 from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 
 
@@ -93,6 +100,8 @@ SchedulerConfig = Annotated[
     Annotated[NeverConfig, Tag("never")]
     | Annotated[AlwaysConfig, Tag("always")]
     | Annotated[FixedConfig, Tag("fixed")]
+    | Annotated[PriorityConfig, Tag("priority")]
+    | Annotated[CostAwareConfig, Tag("cost_aware")]
     | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
@@ -210,6 +219,7 @@ class PipelineConfig(Strict):
         description="Whether nodes below the bonus token, if it was drafted and pruned, start "
         "the next tree with their scores. What was drawn at random leaves nothing.",
     )
+    calibration: CalibrationConfig = CalibrationConfig()
     sampling: SamplingConfig = SamplingConfig()
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()
@@ -244,6 +254,7 @@ class PipelineConfig(Strict):
             )
         self._check_riders()
         self._check_static()
+        self._check_costs()
         return self
 
     def _check_riders(self) -> None:
@@ -277,6 +288,27 @@ class PipelineConfig(Strict):
             raise ValueError(
                 "builder.kind 'static' needs a graft that expands the frontier: graft.kind "
                 f"treegraft without reselect or union, found {graft.kind!r}"
+            )
+
+    def _check_costs(self) -> None:
+        scheduler = self.scheduler
+        if not isinstance(scheduler, CostAwareConfig):
+            return
+        if self.drafters and self.calibration.kind == "none":
+            raise ValueError(
+                "scheduler cost_aware reckons with chances of acceptance: set calibration.kind to "
+                "'online', found 'none'"
+            )
+        for name in scheduler.costs:
+            if name not in self.drafter_names:
+                raise ValueError(
+                    f"scheduler.costs names drafter {name!r}, found drafters "
+                    f"{list(self.drafter_names)}"
+                )
+        if scheduler.node_cost and scheduler.target_cost is None:
+            raise ValueError(
+                f"scheduler.node_cost needs scheduler.target_cost, found {scheduler.node_cost} "
+                "without"
             )
 
     @property
@@ -354,7 +386,7 @@ def parse_config(data: Any) -> PipelineConfig:
     try:
         return PipelineConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(_one_line(error, data)) from None
 
 
 def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
@@ -381,12 +413,21 @@ def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConf
     return parse_config(data)
 
 
-def _one_line(error: ValidationError) -> str:
+def _written(location: Sequence[int | str], data: Any) -> Iterator[str]:
+    """The keys of a location; tags of the unions stand there too, but no user wrote them."""
+    for part in location:
+        inside = isinstance(data, Mapping) and part in data
+        if inside or part not in _TAGS:
+            yield str(part)
+            known = inside or (isinstance(data, list | tuple) and isinstance(part, int))
+            data = data[part] if known else None
+
+
+def _one_line(error: ValidationError, data: Any) -> str:
     """The first fault as ``option: what is wrong (found value)``, with a count of the others."""
     faults = error.errors(include_url=False)
     fault = faults[0]
-    # Tags of the unions stand in the location, but are no keys that a user wrote.
-    where = ".".join(str(part) for part in fault["loc"] if part not in _TAGS)
+    where = ".".join(_written(fault["loc"], data))
     message = fault["msg"].removeprefix("Value error, ")
     n_found = fault.get("ctx", {}).get("actual_length")
     if fault["type"] == "extra_forbidden":

@@ -131,12 +131,17 @@ class TreeBackend(ABC):
     @property
     @abstractmethod
     def source(self) -> Tensor:
-        """int64 [N], drafter that proposed the node."""
+        """int64 [N], drafter that proposed the node first; NOBODY for the root."""
 
     @property
     @abstractmethod
     def scorer(self) -> Tensor:
         """int64 [N], drafter that last scored the node's token; NOBODY if none has."""
+
+    @property
+    @abstractmethod
+    def proposers(self) -> Tensor:
+        """int64 [N], every drafter that proposed the node: bit i is drafter i; 0 for the root."""
 
     @property
     @abstractmethod
@@ -177,10 +182,11 @@ class TreeBackend(ABC):
         """Hang paths into the tree, merging what is already there; nothing is removed.
 
         A token out of the vocabulary, or below ``max_depth``, ends its path. Where several paths
-        of one call score one node, the highest score counts. A node that exists keeps its source;
-        its score is replaced if ``overwrite`` (a scoring drafter speaks), else only filled in
-        where it had none. A node that was taken out comes back as a new one would, under its old
-        number. TreeError if a path hangs under a node that was taken out.
+        of one call score one node, the highest score counts. A node that exists keeps its source
+        and gets one more proposer; its score is replaced if ``overwrite`` (a scoring drafter
+        speaks), else only filled in where it had none. A node that was taken out comes back as a
+        new one would, under its old number. TreeError if a path hangs under a node that was taken
+        out.
 
         A node under which something is drawn must be verified, or the draw would have been wasted
         on a condition (docs/losslessness.md). So it is kept by ``prune``, and draws are refused
@@ -234,6 +240,12 @@ class TreeBackend(ABC):
     @abstractmethod
     def n_drawn(self) -> int:
         """Number of draws that the tree holds; each must be in the pruned tree's ledger."""
+
+    def learn_(self, path: Sequence[int], tokens: Sequence[int]) -> None:  # noqa: B027
+        """The step is over: what was committed, as in ``Commit``. Most trees learn nothing.
+
+        Called at most once between two resets, and only where the tree holds the step's draft.
+        """
 
 
 class Drafter(ABC):

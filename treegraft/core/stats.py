@@ -12,9 +12,13 @@ DEFINITIONS = {
     "new_tokens": "tokens committed after the prompt",
     "target_calls": "forwards of the target over a tree (prefill not counted)",
     "mean_accepted_length": "new tokens per target call, the bonus token included",
-    "drafted": "nodes in the working trees, by the drafter that proposed them",
-    "kept": "nodes that the target read, by the drafter that proposed them",
-    "accepted": "nodes that were committed, by the drafter that proposed them",
+    "drafted": "nodes in the working trees, by the drafter that proposed them first",
+    "proposed": "nodes in the working trees that each drafter proposed, as the first or after "
+    "others",
+    "kept": "nodes that the target read, by the drafter that proposed them first",
+    "accepted": "nodes that were committed, by the drafter that proposed them first",
+    "accepted_alone": "nodes that were committed and that no other drafter proposed; who was not "
+    "called there could not propose",
     "acceptance_by_depth": "share of steps whose accepted path (before a stop cut it) reached each "
     "depth, from 1",
     "reused": "nodes that a step's tree began with, left over from the step before",
@@ -23,6 +27,7 @@ DEFINITIONS = {
     "side_calls": "visits of each drafter besides those of its layers: riding along before a "
     "drafter that scores, and in the graft's work after the last layer",
     "calls_by_layer": "visits of each drafter in each layer, from 1",
+    "drafter_seconds": "wall time of each drafter, its model's forwards included",
     "seconds": "wall time by stage: prefill (the target reads the prompt), target (its forwards "
     "over trees), forward:NAME (forwards of a drafter's model; the first one reads the prompt), "
     "drafter:NAME (the rest of what a drafter does), tree (operations on the working tree), "
@@ -34,6 +39,9 @@ DEFINITIONS = {
 }
 """Metric name to its definition; printed beside the figures."""
 
+NODE_COUNTS = ("drafted", "proposed", "kept", "accepted", "accepted_alone")
+"""Fields of StepRecord and Statistics that count nodes by drafter."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -44,11 +52,12 @@ class StepRecord:
     n_new : tokens committed. n_path : nodes accepted (before a stop cut them). n_tree : nodes the
     target read, root included.
     calls : drafter number of each layer that was drafted.
-    drafted, kept, accepted : nodes by drafter number.
+    drafted, proposed, kept, accepted, accepted_alone : nodes by drafter number; see DEFINITIONS.
     seconds : wall time by stage of this step.
     side_calls : visits by drafter number besides those of the layers (DEFINITIONS); empty if none
         were counted.
     reused : nodes that the tree began with, left over from the step before.
+    visit_seconds : wall time of each layer's visit, as in ``calls``: drafter and graft policy.
     """
 
     n_new: int
@@ -56,11 +65,14 @@ class StepRecord:
     n_tree: int
     calls: tuple[int, ...]
     drafted: tuple[int, ...]
+    proposed: tuple[int, ...]
     kept: tuple[int, ...]
     accepted: tuple[int, ...]
+    accepted_alone: tuple[int, ...]
     seconds: dict[str, float]
     side_calls: tuple[int, ...] = ()
     reused: int = 0
+    visit_seconds: tuple[float, ...] = ()
 
     def with_seconds(self, more: dict[str, float]) -> StepRecord:
         """The record with time added that the step took after it was written."""
@@ -106,8 +118,10 @@ class Statistics:
     target_calls: int
     drafters: tuple[str, ...]
     drafted: tuple[int, ...]
+    proposed: tuple[int, ...]
     kept: tuple[int, ...]
     accepted: tuple[int, ...]
+    accepted_alone: tuple[int, ...]
     calls: tuple[int, ...]
     calls_by_layer: tuple[tuple[int, ...], ...]
     acceptance_by_depth: tuple[float, ...]
@@ -165,13 +179,19 @@ class Statistics:
             tuple(sum(step.calls[layer : layer + 1] == (i,) for step in steps) for i in indices)
             for layer in range(n_layers)
         )
+
+        def summed(name: str) -> tuple[int, ...]:
+            return tuple(sum(getattr(step, name)[i] for step in steps) for i in indices)
+
         return Statistics(
             new_tokens=sum(len(generation.tokens) for generation in generations),
             target_calls=len(steps),
             drafters=names,
-            drafted=tuple(sum(step.drafted[i] for step in steps) for i in indices),
-            kept=tuple(sum(step.kept[i] for step in steps) for i in indices),
-            accepted=tuple(sum(step.accepted[i] for step in steps) for i in indices),
+            drafted=summed("drafted"),
+            proposed=summed("proposed"),
+            kept=summed("kept"),
+            accepted=summed("accepted"),
+            accepted_alone=summed("accepted_alone"),
             calls=tuple(sum(layer[i] for layer in by_layer) for i in indices),
             calls_by_layer=by_layer,
             acceptance_by_depth=tuple(
@@ -190,7 +210,7 @@ class Statistics:
         """Plain numbers and lists, keyed as in DEFINITIONS, drafters by name."""
         named = {
             key: dict(zip(self.drafters, getattr(self, key), strict=True))
-            for key in ("drafted", "kept", "accepted", "calls", "side_calls")
+            for key in (*NODE_COUNTS, "calls", "side_calls")
         }
         return {
             "new_tokens": self.new_tokens,
@@ -206,5 +226,6 @@ class Statistics:
                 dict(zip(self.drafters, layer, strict=True)) for layer in self.calls_by_layer
             ],
             "acceptance_by_depth": list(self.acceptance_by_depth),
+            "drafter_seconds": self.drafter_seconds,
             "seconds": self.seconds,
         }

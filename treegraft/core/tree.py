@@ -222,8 +222,10 @@ class TokenTree:
     ----------
     token, parent, depth : int64 [N].
     logprob : float32 [N], log probability of the path in nats, -inf where a part is unscored.
-    source : int64 [N], drafter that proposed the node (NOBODY for the root).
+    source : int64 [N], drafter that proposed the node first (NOBODY for the root).
     scorer : int64 [N], drafter that last scored it (NOBODY if none).
+    proposers : int64 [N], every drafter that proposed it: bit i is drafter i, the source's among
+        them (0 for the root).
     ancestors : bool [N, N].
     node : int64 [N], the node's number in the working tree that it was pruned from.
     ledger : what was proposed, in order; None where nothing was drawn at random.
@@ -235,6 +237,7 @@ class TokenTree:
     logprob: Tensor
     source: Tensor
     scorer: Tensor
+    proposers: Tensor
     ancestors: Tensor
     node: Tensor
     ledger: Ledger | None = None
@@ -253,6 +256,7 @@ class TokenTree:
             logprob=torch.zeros(1, dtype=torch.float32),
             source=zero + NOBODY,
             scorer=zero + NOBODY,
+            proposers=zero,
             ancestors=torch.ones(1, 1, dtype=torch.bool),
             node=zero,
         )
@@ -278,7 +282,8 @@ class TokenTree:
     def _laws(self) -> Iterator[tuple[str, bool]]:
         """Each law and whether it holds; a law may rely on those before it."""
         n = len(self)
-        columns = (self.token, self.parent, self.depth, self.logprob, self.source, self.scorer)
+        scores = (self.logprob, self.source, self.scorer, self.proposers)
+        columns = (self.token, self.parent, self.depth, *scores)
         shapes = all(column.shape == (n,) for column in (*columns, self.node))
         yield "columns have one entry per node", shapes and self.ancestors.shape == (n, n)
         parent, depth = self.parent.numpy(), self.depth.numpy()
@@ -290,6 +295,10 @@ class TokenTree:
         yield "parent[i] < i", bool(((above >= 0) & (above < inner)).all())
         yield "depth[i] = depth[parent[i]] + 1", bool((depth[1:] == depth[above] + 1).all())
         yield "logprob[i] <= logprob[parent[i]]", bool((logprob[1:] <= logprob[above]).all())
+        source, proposers = self.source.numpy(), self.proposers.numpy()
+        named = source >= 0
+        held = proposers[named] >> source[named] & 1
+        yield "a node's source is among its proposers", bool(held.all())
         children = set(zip(above.tolist(), self.token[1:].tolist(), strict=True))
         yield "siblings have different tokens", len(children) == n - 1
         expected = lineage[parent]
@@ -297,11 +306,11 @@ class TokenTree:
         expected[own, own] = True
         yield "ancestors are the path to the root", bool((lineage == expected).all())
         if self.ledger is not None:
-            held = self.ledger
-            node, child = held.node.numpy(), held.child.numpy()
+            slots = self.ledger
+            node, child = slots.node.numpy(), slots.child.numpy()
             yield "ledger slots hang under nodes", bool(((node >= 0) & (node < n)).all())
             made = child >= 0
-            same = self.token.numpy()[child[made]] == held.token.numpy()[made]
+            same = self.token.numpy()[child[made]] == slots.token.numpy()[made]
             yield (
                 "ledger children hold their slot's token under its node",
                 bool(

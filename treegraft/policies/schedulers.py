@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Literal, final
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from treegraft.core.roles import DraftState, Scheduler
+from treegraft.core.roles import DraftState, Scheduler, TreeBackend
 from treegraft.core.stats import StepRecord
+
+# Strict, as pydantic would take a switch for a number.
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=True)]
 
 
 class NeverConfig(BaseModel):
@@ -36,6 +44,49 @@ class FixedConfig(BaseModel):
         min_length=1,
         description="Drafter of each layer, by name or by number from 0; drafting stops after the "
         "last entry, so a longer list drafts longer paths.",
+    )
+
+
+class PriorityConfig(BaseModel):
+    """The first drafter in the list that has something to propose drafts the step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["priority"] = "priority"
+    hand_over: bool = Field(
+        False,
+        description="Whether the next drafter takes over where one that had something finds no "
+        "more; else drafting then stops, and one drafter has made the whole tree.",
+    )
+
+
+class CostAwareConfig(BaseModel):
+    """Call whoever brings the most accepted tokens per second, or stop; needs calibration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["cost_aware"] = "cost_aware"
+    trials: int = Field(
+        8,
+        ge=1,
+        le=1000,
+        description="Times each drafter is called before its record counts; a larger number starts "
+        "slower and surer.",
+    )
+    retry_after: int = Field(
+        16,
+        ge=1,
+        description="Steps without a call after which a drafter is tried once more; a smaller "
+        "number follows a changing text sooner and wastes more calls.",
+    )
+    costs: dict[str, Seconds] = Field(
+        {}, description="Seconds of a visit by drafter name; what is not given is measured."
+    )
+    target_cost: Seconds | None = Field(
+        None, description="Seconds of a target forward over the root alone; null measures it."
+    )
+    node_cost: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = Field(
+        0.0, description="Seconds that each verified node adds to target_cost."
     )
 
 
@@ -79,3 +130,198 @@ class FixedScheduler(Scheduler):
 
     def finish(self, record: StepRecord) -> None:
         """Nothing to learn."""
+
+
+@final
+class PriorityScheduler(Scheduler):
+    """Drafters in the order of the list, each until a layer of its hands nothing on.
+
+    That is llama.cpp's rule for several drafters: the first one whose draft is not empty makes the
+    step's draft alone. What a drafter has to propose shows only when it acts, so a layer that found
+    nothing is one of the builder's layers all the same.
+    """
+
+    def __init__(self, config: PriorityConfig) -> None:
+        self._hand_over = config.hand_over
+        self._turn = 0
+
+    def choose(self, state: DraftState) -> int | None:
+        # Whose turn it is, and not who acted: past its context limit another one acts instead.
+        if state.layer == 1:
+            self._turn = 0
+        elif not state.reached[-1]:
+            if any(state.reached) and not self._hand_over:
+                return None
+            self._turn += 1
+        return self._turn if self._turn < state.n_drafters else None
+
+    def finish(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+
+_WINDOW = 32
+"""Forwards, visits and steps that a running cost looks back on."""
+_RECENT = 12
+"""Visits that a drafter's record of gains looks back on; short, as calibration moves its scale."""
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A visit: nodes before it, nodes and mass of the frontier, and what it brought."""
+
+    n_before: int
+    n_frontier: int
+    mass: float
+    n_new: int = 0
+    gain: float = 0.0
+
+
+@final
+class CostAwareScheduler(Scheduler):
+    """Greedy in expected accepted tokens per second, against the rate that is reached anyway.
+
+    With calibrated scores the path probabilities of the nodes that a visit adds sum up to the
+    accepted tokens that it can be expected to bring. A drafter's record is that gain per mass (sum
+    of path probabilities) of the frontier that it drafted from, over its last visits; its expected
+    gain is the record times the mass of the frontier at hand. Its cost is the median seconds of its
+    last visits and what the target's forward takes longer over the nodes that it tends to add. The
+    highest gain per second wins if it beats the tokens per second of the last steps, which is when
+    the visit raises that rate; else drafting stops.
+
+    Cold start: each drafter is first called ``trials`` times, the least tried first; that comes
+    back for one call after ``retry_after`` steps without one. Nobody is asked again where it just
+    found nothing. Measured costs make schedules, and with them statistics, differ from run to run;
+    with ``costs`` of all drafters and ``target_cost`` given nothing is measured.
+
+    Parameters
+    ----------
+    names : of the drafters, for ``costs``. budget : most nodes that are verified.
+    """
+
+    def __init__(self, config: CostAwareConfig, names: Sequence[str], budget: int) -> None:
+        self._config = config
+        self._given = [config.costs.get(name) for name in names]
+        self._measures = config.target_cost is None or None in self._given
+        self._budget = budget
+        n = len(names)
+        self._tries = [0] * n
+        self._last_try = [0] * n
+        self._seconds: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in range(n)]
+        self._record: list[deque[_Visit]] = [deque(maxlen=_RECENT) for _ in range(n)]
+        # Nodes and seconds of target forwards, by the number of binary digits of the nodes.
+        self._forwards: dict[int, deque[tuple[int, float]]] = {}
+        # Tokens and seconds of the last steps.
+        self._pace: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._n_steps = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Of this step, which may have ended half-way."""
+        self._chosen: list[int] = []
+        self._visits: list[_Visit] = []
+        self._tree: TreeBackend | None = None
+
+    def choose(self, state: DraftState) -> int | None:
+        if state.layer == 1:
+            self._forget()
+        self._close()
+        # Where a layer found nothing the frontier is the same, and so is what they would find.
+        idle: set[int] = set()
+        for layer in range(len(state.calls) - 1, -1, -1):
+            if state.reached[layer]:
+                break
+            idle |= {state.calls[layer], self._chosen[layer]}
+        able = [i for i in range(state.n_drafters) if i not in idle]
+        scores = state.tree.logprob.numpy()
+        mass = float(np.exp(scores[state.frontier.numpy()]).sum())
+        n_frontier = state.frontier.shape[0]
+        index = self._best(able, mass, n_frontier, state.tree.n_nodes)
+        if index is not None:
+            self._tree = state.tree
+            self._chosen.append(index)
+            self._visits.append(_Visit(state.tree.n_nodes, n_frontier, mass))
+        return index
+
+    def _best(self, able: Sequence[int], mass: float, n_frontier: int, n_nodes: int) -> int | None:
+        tries = {i: self._tries[i] + self._chosen.count(i) for i in able}
+        untried = [i for i in able if self._is_due(i, tries[i])]
+        if untried:
+            return min(untried, key=lambda i: (tries[i], i))
+        worth = {i: self._worth(i, mass, n_frontier, n_nodes) for i in able if self._record[i]}
+        if not worth:
+            return None
+        best = max(worth, key=lambda i: (worth[i], -i))
+        return best if worth[best] > self._rate() else None
+
+    def _is_due(self, index: int, tries: int) -> bool:
+        if tries < self._config.trials:
+            return True
+        overdue = self._n_steps - self._last_try[index] >= self._config.retry_after
+        return overdue and index not in self._chosen
+
+    def _worth(self, index: int, mass: float, n_frontier: int, n_nodes: int) -> float:
+        """Expected accepted tokens per second of a visit."""
+        record = self._record[index]
+        drafted_from = sum(visit.mass for visit in record)
+        if not drafted_from:
+            return 0.0
+        gain = mass * sum(visit.gain for visit in record) / drafted_from
+        n_positions = sum(visit.n_frontier for visit in record)
+        more = n_frontier * sum(visit.n_new for visit in record) / n_positions
+        before = min(n_nodes, self._budget + 1)
+        after = min(n_nodes + more, self._budget + 1)
+        seconds = self._cost(index) + self._forward(after) - self._forward(before)
+        return gain / max(seconds, 1e-9)
+
+    def _cost(self, index: int) -> float:
+        given = self._given[index]
+        return median(self._seconds[index]) if given is None else given
+
+    def _forward(self, n_nodes: float) -> float:
+        """Seconds of a target forward: given, or between medians, which never fall."""
+        if self._config.target_cost is not None:
+            return self._config.target_cost + self._config.node_cost * (n_nodes - 1)
+        if not self._forwards:
+            return 0.0
+        held = [self._forwards[digits] for digits in sorted(self._forwards)]
+        nodes = [median(n for n, _ in forwards) for forwards in held]
+        seconds = np.maximum.accumulate([median(s for _, s in forwards) for forwards in held])
+        return float(np.interp(n_nodes, nodes, seconds))
+
+    def _rate(self) -> float:
+        seconds = sum(seconds for _, seconds in self._pace)
+        return sum(tokens for tokens, _ in self._pace) / seconds if seconds else 0.0
+
+    def _close(self) -> None:
+        """Note what the last visit brought."""
+        if self._tree is not None:
+            visit = self._visits[-1]
+            visit.n_new = self._tree.n_nodes - visit.n_before
+            chance = np.exp(self._tree.logprob.numpy())
+            above = self._tree.parent.numpy()[visit.n_before :]
+            # However sure the drafter is of each, one child at most is accepted.
+            under = np.bincount(above, weights=chance[visit.n_before :], minlength=len(chance))
+            visit.gain = float(np.minimum(under, chance).sum())
+            self._tree = None
+
+    def finish(self, record: StepRecord) -> None:
+        self._close()
+        self._n_steps += 1
+        for index in self._chosen:
+            self._tries[index] += 1
+            self._last_try[index] = self._n_steps
+        # The last one chosen may have had nobody to act for it.
+        for index, visit, seconds in zip(
+            record.calls, self._visits, record.visit_seconds, strict=False
+        ):
+            self._record[index].append(visit)
+            self._seconds[index].append(seconds)
+        if self._measures:
+            spent = sum(record.seconds.values())
+        else:
+            spent = self._forward(record.n_tree) + sum(self._cost(i) for i in record.calls)
+        if "target" in record.seconds:
+            forwards = self._forwards.setdefault(record.n_tree.bit_length(), deque(maxlen=_WINDOW))
+            forwards.append((record.n_tree, record.seconds["target"]))
+        self._pace.append((record.n_new, spent))
+        self._forget()

@@ -38,7 +38,7 @@ from treegraft.core.roles import (
 )
 from treegraft.core.sampling import DRAWS, History
 from treegraft.core.tree import ROOT, TokenTree
-from treegraft.decoding import Decoding, TargetCache
+from treegraft.drafting import Drafting
 from treegraft.pipeline import Pipeline
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.features import StateFeatures, TextFeatures
@@ -281,13 +281,7 @@ class _StepSearch:
         self._continuation = text[len(committed) :]
         self._features_of_text = seen
         # Limits of contexts, riders and the graft's end are those of decoding itself.
-        self._decoding = Decoding(
-            collector._parts,
-            collector._pipeline.sampling(committed[:n_prompt]),
-            History(committed, n_prompt),
-            capacity - n_prompt,
-            TargetCache(),
-        )
+        self._drafting = Drafting(collector._parts, History(committed, n_prompt), capacity, [])
         self._max_depth = capacity - len(committed) - 1
         for shadow in collector._shadows.values():
             shadow.start(committed[-1], max(self._max_depth, 1))
@@ -374,15 +368,16 @@ class _StepSearch:
 
     def _act(self, fork: _Fork, index: int) -> None:
         """Let a drafter act in the next layer, as ``Decoding`` does."""
-        parts, decoding = self._collector._parts, self._decoding
-        chosen = decoding.within_limit(index, fork.tree)
+        parts, drafting = self._collector._parts, self._drafting
+        drafting.tree = fork.tree
+        chosen = drafting.within_limit(index)
         if chosen is None:
             fork.ended = True
             return
         for i, shadow in self._collector._shadows.items():
             shadow.reading = fork.readings[i]
         fork.n_before = fork.tree.n_nodes
-        touched, _, acted = decoding.layer(fork.tree, chosen, fork.frontier)
+        touched, _, acted = drafting.visit(chosen, fork.frontier)
         if not acted:
             fork.ended = True
             return
@@ -409,7 +404,8 @@ class _StepSearch:
             readings = {i: reading.fork() for i, reading in readings.items()}
             for i, shadow in collector._shadows.items():
                 shadow.reading = readings[i]
-            self._decoding.finish_draft(tree, fork.calls)
+            self._drafting.tree = tree
+            self._drafting.finish(fork.calls)
             for i, reading in readings.items():
                 more = reading.widths[len(fork.readings[i].widths) :]
                 if more:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from treegraft import __version__
 from treegraft.core.errors import ScheduleError
@@ -145,14 +145,9 @@ class TraceFolder:
             "n_new": str(trace.n_new),
         }
         file = self.file(trace.key)
-        partial = file.with_suffix(f".{os.getpid()}.partial")
+        arrays = {name: np.ascontiguousarray(a) for name, a in trace.arrays.items()}
         try:
-            save_file(
-                {name: np.ascontiguousarray(a) for name, a in trace.arrays.items()},
-                partial,
-                metadata,
-            )
-            os.replace(partial, file)
+            _write(file, save(arrays, metadata))
         except OSError as error:
             raise ScheduleError(f"trace {str(file)!r} cannot be written: {error.strerror}") from None
 

@@ -31,11 +31,22 @@ class NgramConfig(BaseModel):
     length: int = Field(
         3, ge=1, le=64, description="Tokens of a continuation; longer ones deepen the tree."
     )
+    long_length: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Tokens of a continuation after a match of max_n tokens; null takes length. "
+        "Pays where the budget has room for deep paths, or their tokens get scores.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> NgramConfig:
         if self.min_n > self.max_n:
             raise ValueError(f"min_n must be at most max_n ({self.max_n}), found {self.min_n}")
+        if self.long_length is not None and self.long_length < self.length:
+            raise ValueError(
+                f"long_length must be at least length ({self.length}), found {self.long_length}"
+            )
         return self
 
 
@@ -55,6 +66,7 @@ class NgramDrafter(Drafter):
         self._max_n = config.max_n
         self._min_n = config.min_n
         self._length = config.length
+        self._long_length = config.long_length or config.length
         self._forget()
 
     def _forget(self) -> None:
@@ -86,28 +98,33 @@ class NgramDrafter(Drafter):
         scores: list[list[float]] = []
         match: list[int] = []
         for node in positions.tolist():
-            for place, n in self._matches(tree.path(node), width):
-                path = self._text[place : place + self._length]
+            for path, place, n in self._matches(tree.path(node), width):
                 nodes.append(node)
                 paths.append(path)
                 scores.append([self._chosen[place]] + [float("-inf")] * (len(path) - 1))
                 match.append(n)
         return Proposals.of_paths(nodes, paths, scores, match)
 
-    def _matches(self, path: list[int], width: int) -> Iterator[tuple[int, int]]:
-        """Places where a distinct continuation starts, at most ``width``, with the match length."""
+    def _matches(self, path: list[int], width: int) -> Iterator[tuple[list[int], int, int]]:
+        """Distinct continuations, at most ``width``, with where they start and match length."""
         tail = (self._text[-self._max_n :] + path)[-self._max_n :]
         seen: set[tuple[int, ...]] = set()
+        # What of them a shorter match could bring: it would add nothing to the tree.
+        short: set[tuple[int, ...]] = set()
         for n in range(min(self._max_n, len(tail)), self._min_n - 1, -1):
+            longest = n == self._max_n
+            length, known = (self._long_length, seen) if longest else (self._length, short)
             # .get: a look-up must not grow the index.
             places = self._after.get(tuple(tail[-n:]), ())
             for place in reversed(places[-4 * width :]):
-                path_key = tuple(self._text[place : place + self._length])
-                if path_key and path_key not in seen:
-                    seen.add(path_key)
-                    yield place, n
-                    if len(seen) == width:
-                        return
+                found = self._text[place : place + length]
+                if not found or tuple(found) in known:
+                    continue
+                seen.add(tuple(found))
+                short.add(tuple(found[: self._length]))
+                yield found, place, n
+                if len(seen) == width:
+                    return
 
 
 def _scores(top: TargetTop | None, n_tokens: int) -> list[float]:

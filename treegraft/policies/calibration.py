@@ -1,0 +1,384 @@
+"""Scores that can be compared: every drafter's score mapped to its chance of being accepted.
+
+A model's logprob, a match length and a count are on no common scale. Here each becomes the share of
+verified steps in which a token with such a score was accepted where its parent was, learned from
+finished steps alone. Scores only decide what is drafted and kept, so no token ever depends on it.
+
+Shapes: I drafters, G groups (match length by place in a path), J knots of a score, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from treegraft.core.roles import TreeBackend
+from treegraft.core.tree import ROOT, Proposals, TokenTree
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+KNOTS: Floats = np.array(
+    [-12, -9, -7, -5.5, -4.5, -3.5, -2.75, -2, -1.5, -1, -0.7, -0.45, -0.25, -0.12, -0.05, -0.01]
+)
+"""Scores, in nats, at which the map is learned; it is linear between them."""
+
+UNSCORED_PRIOR = 0.25
+"""Chance of a token without a score before anything was observed."""
+
+_J = KNOTS.shape[0]
+_UNSCORED = _J  # the cell after those of the knots
+_CELLS = _J + 1
+_EDGES = (KNOTS[1:] + KNOTS[:-1]) / 2
+# Match lengths that share a group: 0, 1, 2, 3, 4, 5-6, 7-8, 9-12, 13 and more.
+_MATCHES = np.array([1, 2, 3, 4, 5, 7, 9, 13])
+_PLACES = 8  # places in a proposed path; the last one holds all deeper ones
+_G = (len(_MATCHES) + 1) * _PLACES
+_PRIOR = np.append(np.exp(KNOTS), UNSCORED_PRIOR)
+
+
+class CalibrationConfig(BaseModel):
+    """Whether scores are mapped to chances of acceptance, learned while decoding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["none", "online"] = Field(
+        "none", description="none takes scores as drafters give them, as in the paper."
+    )
+    scope: Literal["pipeline", "text"] = Field(
+        "pipeline", description="Whether what was learned is kept for the next text."
+    )
+    strength: float = Field(
+        8.0,
+        gt=0.0,
+        le=1e6,
+        description="Observations that the prior counts for; a larger number learns more slowly.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What a step showed about scores: one entry per score given to a node whose parent was kept.
+
+    Attributes
+    ----------
+    drafter : int64 [m], who gave the score.
+    raw : float32 [m], the score as given, nats; -inf where the drafter gave none.
+    calibrated : float32 [m], what it was mapped to before the step was verified.
+    accepted : bool [m], whether the target took the token.
+    """
+
+    drafter: Ints
+    raw: NDArray[np.float32]
+    calibrated: NDArray[np.float32]
+    accepted: NDArray[np.bool_]
+
+
+@final
+class Calibration:
+    """Counts by drafter, match length, place in the path and score, and the map that they give.
+
+    The estimate of a cell is a mean with a Beta prior of ``strength`` observations: the drafter's
+    mean at that score over all matches and places, and behind that the score itself, so that
+    before any observation a score maps to itself. Over the scores of a group it is then made
+    monotone by isotonic regression, weighted by the observations.
+
+    ``observer`` is called with the outcomes of every step.
+    """
+
+    def __init__(
+        self,
+        config: CalibrationConfig,
+        n_drafters: int,
+        observer: Callable[[Outcomes], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.observer = observer
+        self._n_drafters = n_drafters
+        self._seen: Floats = np.zeros((n_drafters, _G, _CELLS))
+        self._taken: Floats = np.zeros((n_drafters, _G, _CELLS))
+        # log chance at each knot and without a score; rows that ``_stale`` marks are out of date.
+        self._table: Floats = np.zeros((n_drafters, _G, _CELLS))
+        self._stale: NDArray[np.bool_] = np.ones((n_drafters, _G), dtype=np.bool_)
+
+    def for_text(self) -> Calibration:
+        """What a new text begins with: this one, or one that knows nothing (``scope``)."""
+        if self.config.scope == "pipeline":
+            return self
+        return Calibration(self.config, self._n_drafters, self.observer)
+
+    def apply(
+        self, drafter: int, group: Ints, raw: NDArray[np.float32], scored: bool
+    ) -> tuple[NDArray[np.float32], Ints]:
+        """Calibrated scores and the cells that they came from, both shaped like ``raw``.
+
+        Parameters
+        ----------
+        group : number below G of each score's match length and place.
+        raw : scores in nats; NaN and -inf are no score, above 0 counts as 0.
+        scored : whether who gave them speaks about every token, so that no score means impossible
+            and stays; else it is a token that a look-up found and said nothing more about.
+
+        Returns
+        -------
+        Scores of at most 0, rising with ``raw`` within a group, and int64 cells (-1: no score).
+        """
+        given = np.minimum(np.nan_to_num(raw.astype(np.float64), nan=-np.inf, neginf=-np.inf), 0.0)
+        known = given > -np.inf
+        table = self._tables(drafter, group)
+        x = np.where(known, given, KNOTS[0])
+        cell = np.searchsorted(_EDGES, x)
+        below = np.clip(np.searchsorted(KNOTS, x) - 1, 0, _J - 2)
+        share = np.clip((x - KNOTS[below]) / (KNOTS[below + 1] - KNOTS[below]), 0.0, 1.0)
+        low, high = table[group, below], table[group, below + 1]
+        value = np.minimum(low + share * (high - low), high)
+        # Below the lowest knot nobody looks closely: one nat less is one nat less.
+        value = np.where(x < KNOTS[0], table[group, 0] + (x - KNOTS[0]), value)
+        unscored = -np.inf if scored else table[group, _UNSCORED]
+        value = np.where(known, value, unscored)
+        cell = np.where(known, cell, -1 if scored else _UNSCORED)
+        place = np.where(cell >= 0, group * _CELLS + cell, -1)
+        return value.astype(np.float32), place.astype(np.int64)
+
+    def learn(self, drafter: Ints, place: Ints, accepted: NDArray[np.bool_]) -> None:
+        """Count outcomes, each int64 / bool [m]; ``place`` as ``apply`` returned it."""
+        index = drafter * (_G * _CELLS) + place
+        size = self._seen.size
+        self._seen += np.bincount(index, minlength=size).reshape(self._seen.shape)
+        self._taken += np.bincount(index[accepted], minlength=size).reshape(self._seen.shape)
+        # A drafter's groups lean on each other.
+        self._stale[np.unique(drafter)] = True
+
+    def _tables(self, drafter: int, group: Ints) -> Floats:
+        """float64 [G, J + 1]: log chances, up to date in the rows that ``group`` names."""
+        wanted = np.zeros(_G, dtype=np.bool_)
+        wanted[group] = True
+        wanted &= self._stale[drafter]
+        if wanted.any():
+            seen, taken = self._seen[drafter], self._taken[drafter]
+            k = self.config.strength
+            overall = (taken.sum(0) + k * _PRIOR) / (seen.sum(0) + k)
+            weight = seen[wanted] + k
+            mean = (taken[wanted] + k * overall) / weight
+            mean[:, :_J] = isotonic(mean[:, :_J], weight[:, :_J])
+            # Sums of many observations round: a chance may not come out as 0 or above 1.
+            self._table[drafter, wanted] = np.log(np.clip(mean, 1e-9, 1.0))
+            self._stale[drafter] &= ~wanted
+        table: Floats = self._table[drafter]
+        return table
+
+
+def isotonic(value: Floats, weight: Floats) -> Floats:
+    """The rising sequences nearest to ``value`` float64 [G, J] in squares weighted by ``weight``.
+
+    By the min-max formula of isotonic regression (Barlow et al. 1972): the largest, over all
+    starts up to a place, of the smallest mean of a run from that start to any end from the place
+    on. For the few knots here that is a handful of array operations for all rows at once; a library
+    (scipy, scikit-learn) would be a heavy dependency and a call per row.
+    """
+    n = value.shape[1]
+    zero = np.zeros((value.shape[0], 1))
+    total = np.concatenate([zero, np.cumsum(value * weight, axis=1)], axis=1)
+    mass = np.concatenate([zero, np.cumsum(weight, axis=1)], axis=1)
+    start, end = np.triu_indices(n)
+    mean = np.full((value.shape[0], n, n), np.inf)  # of the run from i to j, where i <= j
+    total, mass = (column[:, end + 1] - column[:, start] for column in (total, mass))
+    mean[:, start, end] = total / mass
+    least = np.minimum.accumulate(mean[:, :, ::-1], axis=2)[:, :, ::-1]
+    late, early = np.tril_indices(n, -1)
+    least[:, late, early] = -np.inf  # runs that begin after the place
+    rising: Floats = np.maximum.accumulate(least.max(axis=1), axis=1)  # rounding may fall by a hair
+    return rising
+
+
+def _groups(match: Ints, n_places: int) -> Ints:
+    """int64 [K, C]: the group of each token of paths with ``match`` int64 [K]."""
+    place = np.minimum(np.arange(n_places), _PLACES - 1)
+    band: Ints = np.searchsorted(_MATCHES, match, side="right")
+    return band[:, None] * _PLACES + place
+
+
+@final
+class CalibratedTree(TreeBackend):
+    """A working tree whose scores are calibrated on their way in; everything else is ``inner``'s.
+
+    All scores enter a tree through ``add_`` and ``rescore_``, whatever policy calls them, so here
+    is the one place where they can be mapped. Match lengths are part of the calibrated score, so
+    ``rank`` no longer puts them first.
+    """
+
+    def __init__(self, inner: TreeBackend, calibration: Calibration) -> None:
+        self._inner = inner
+        self._calibration = calibration
+        self._forget()
+
+    def _forget(self) -> None:
+        # Drafter -> what it said about each node that it scored.
+        self._said: dict[int, _Opinions] = {}
+
+    def reset_(self, token: int, max_depth: int, budget: int | None = None) -> None:
+        self._forget()
+        self._inner.reset_(token, max_depth, budget)
+
+    def reroot_(self, node: int, max_depth: int, budget: int | None = None) -> None:
+        self._forget()
+        self._inner.reroot_(node, max_depth, budget)
+
+    def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
+        raw = proposals.logprobs.detach().to(torch.float32).numpy()
+        group = _groups(proposals.match.numpy(), raw.shape[1])
+        value, place = self._calibration.apply(source, group, raw, overwrite)
+        calibrated = replace(proposals, logprobs=torch.from_numpy(value))
+        nodes = self._inner.add_(calibrated, source, overwrite)
+        found = nodes.numpy()
+        held = (found >= 0) & (place >= 0)
+        self._note(source, found[held], place[held], raw[held], value[held], overwrite)
+        return nodes
+
+    def rescore_(self, logprobs: Tensor, source: int) -> None:
+        raw = logprobs.detach().to(torch.float32).numpy()
+        group: Ints = np.zeros(raw.shape, dtype=np.int64)
+        value, place = self._calibration.apply(source, group, raw, True)
+        self._inner.rescore_(torch.from_numpy(value), source)
+        nodes = np.flatnonzero(place >= 0)
+        nodes = nodes[nodes != ROOT]
+        self._note(source, nodes, place[nodes], raw[nodes], value[nodes], True)
+
+    def _note(
+        self,
+        source: int,
+        nodes: Ints,
+        place: Ints,
+        raw: NDArray[np.float32],
+        value: NDArray[np.float32],
+        overwrite: bool,
+    ) -> None:
+        said = self._said.setdefault(source, _Opinions())
+        said.reserve(self._inner.n_nodes)
+        if not overwrite:  # the first score stands
+            new = said.place[nodes] < 0
+            nodes, place, raw, value = nodes[new], place[new], raw[new], value[new]
+        # Of several scores in one call the highest counts, so it is written last.
+        order = np.argsort(value, kind="stable")
+        nodes = nodes[order]
+        said.place[nodes] = place[order]
+        said.raw[nodes] = raw[order]
+        said.value[nodes] = value[order]
+
+    def learn_(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        # Every node under the root or an accepted node was put to the test, be it that the pruning
+        # left it out: the token that the target took there is known.
+        token, parent = self._inner.token.numpy(), self._inner.parent.numpy()
+        following: Ints = np.full(token.shape[0], -1, dtype=np.int64)
+        above = ROOT
+        for node, taken in zip([*path, -1], tokens, strict=False):
+            following[above] = taken
+            if not 0 < node < token.shape[0] or parent[node] != above or token[node] != taken:
+                break  # the end, or a builder that numbered nodes in its own way
+            above = node
+        expected = following[parent]
+        expected[ROOT] = -1
+        reached = np.flatnonzero(expected >= 0)
+        accepted = token[reached] == expected[reached]
+        columns: list[tuple[NDArray[Any], ...]] = []
+        for drafter, said in self._said.items():
+            said.reserve(token.shape[0])
+            spoke = said.place[reached] >= 0
+            nodes = reached[spoke]
+            said_here = (said.place[nodes], said.raw[nodes], said.value[nodes])
+            columns.append((np.full(nodes.shape, drafter), accepted[spoke], *said_here))
+        if columns:
+            who, took, place, raw, value = map(np.concatenate, zip(*columns, strict=True))
+            self._calibration.learn(who, place, took)
+            if self._calibration.observer is not None:
+                self._calibration.observer(Outcomes(who, raw, value, took))
+        self._forget()
+
+    def keep_(self, nodes: Tensor) -> None:
+        self._inner.keep_(nodes)
+
+    def rank(self, nodes: Tensor, match: Tensor, width: int) -> Tensor:
+        return self._inner.rank(nodes, torch.zeros_like(match), width)
+
+    def best(
+        self, width: int, min_depth: int, max_depth: int, unvisited_by: int | None = None
+    ) -> Tensor:
+        return self._inner.best(width, min_depth, max_depth, unvisited_by)
+
+    def prune(self, budget: int) -> TokenTree:
+        return self._inner.prune(budget)
+
+    def path(self, node: int) -> list[int]:
+        return self._inner.path(node)
+
+    def ancestors(self, nodes: Tensor) -> Tensor:
+        return self._inner.ancestors(nodes)
+
+    @property
+    def n_nodes(self) -> int:
+        return self._inner.n_nodes
+
+    @property
+    def n_drawn(self) -> int:
+        return self._inner.n_drawn
+
+    @property
+    def token(self) -> Tensor:
+        return self._inner.token
+
+    @property
+    def parent(self) -> Tensor:
+        return self._inner.parent
+
+    @property
+    def depth(self) -> Tensor:
+        return self._inner.depth
+
+    @property
+    def logprob(self) -> Tensor:
+        return self._inner.logprob
+
+    @property
+    def source(self) -> Tensor:
+        return self._inner.source
+
+    @property
+    def scorer(self) -> Tensor:
+        return self._inner.scorer
+
+    @property
+    def proposers(self) -> Tensor:
+        return self._inner.proposers
+
+    @property
+    def alive(self) -> Tensor:
+        return self._inner.alive
+
+    @property
+    def leaf(self) -> Tensor:
+        return self._inner.leaf
+
+
+class _Opinions:
+    """One drafter's scores of nodes: cell (-1: none), raw and calibrated, each [>= N]."""
+
+    def __init__(self) -> None:
+        self.place: Ints = np.empty(0, dtype=np.int64)
+        self.raw: NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        self.value: NDArray[np.float32] = np.empty(0, dtype=np.float32)
+
+    def reserve(self, n_nodes: int) -> None:
+        more = n_nodes - self.place.shape[0]
+        if more > 0:
+            more = max(more, 128)
+            self.place = np.concatenate([self.place, np.full(more, -1)])
+            padding: Any = np.zeros(more, dtype=np.float32)
+            self.raw = np.concatenate([self.raw, padding])
+            self.value = np.concatenate([self.value, padding])
