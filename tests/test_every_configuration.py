@@ -156,6 +156,7 @@ def check_records(case: Case, result: Generation) -> None:
         for alone, accepted in zip(step.accepted_alone, step.accepted, strict=True):
             assert alone <= accepted
         assert len(step.visit_seconds) == len(step.calls)
+        assert tuple(step.path_sources.count(i) for i in range(n_drafters)) == step.accepted
         # A stop cuts the path where it cuts the tokens.
         assert sum(step.accepted) == min(step.n_path, step.n_new)
         assert all(seconds >= 0 for seconds in step.seconds.values())

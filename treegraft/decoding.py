@@ -175,6 +175,7 @@ class Decoding:
             self._drafting.committed(nodes, tokens, more=self.finish_reason is None)
         n = len(parts.drafters)
         source = tree.source.tolist()
+        accepted = tuple(source[i] for i in path)
         proposers = tree.proposers[list(path)].tolist()
         record = StepRecord(
             n_new=len(tokens),
@@ -184,12 +185,13 @@ class Decoding:
             drafted=draft.drafted,
             proposed=draft.proposed,
             kept=count(source, n),
-            accepted=count([source[i] for i in path], n),
+            accepted=count(accepted, n),
             accepted_alone=tuple(proposers.count(1 << i) for i in range(n)),
             seconds=parts.watch.lap(),
             visit_seconds=draft.visit_seconds,
             side_calls=draft.side_calls,
             reused=draft.reused,
+            path_sources=accepted,
         )
         with parts.watch.stage("scheduler"), named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)

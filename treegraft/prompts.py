@@ -10,7 +10,18 @@ from typing import Any
 
 from treegraft.core.errors import PromptError
 
-__all__ = ["Prompt", "check_text", "parse_ids", "parse_json", "read_prompts", "take_turns"]
+__all__ = [
+    "SHIPPED",
+    "Prompt",
+    "check_text",
+    "parse_ids",
+    "parse_json",
+    "read_prompts",
+    "take_turns",
+]
+
+SHIPPED = "zoo:prompts"
+"""Name of the shipped prompts, in place of a file."""
 
 _CONTENT_KEYS = ("turns", "prompt", "text", "ids")
 _ID_KEYS = ("id", "question_id")
@@ -40,8 +51,11 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     ``turns`` (a list of strings, of which the first is taken), ``prompt``, ``text`` or ``ids``
     (token ids), and optionally ``id`` or ``question_id``, ``kind`` or ``category``. Every other
     file is one prompt, taken as it stands, line ends included. Suffixes count in either case; a
-    byte order mark at the start is dropped.
+    byte order mark at the start is dropped. ``zoo:prompts`` stands for the shipped prompts, of each
+    kind in turn.
     """
+    if str(path) == SHIPPED:
+        return _shipped(limit)
     path = Path(path)
     try:
         # Bytes, because reading as text would turn every line end into "\n".
@@ -73,6 +87,13 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     if not prompts:
         raise PromptError(f"prompts {str(path)!r} holds no prompt")
     return prompts
+
+
+def _shipped(limit: int | None) -> list[Prompt]:
+    from treegraft.zoo.catalog import zoo_prompts
+
+    prompts = [Prompt(p.id, p.prompt, p.kind) for p in zoo_prompts()]
+    return take_turns(prompts, len(prompts))[:limit]
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

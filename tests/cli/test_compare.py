@@ -60,6 +60,20 @@ def test_compare_prints_a_table(treegraft, configs, prompts):
     assert "x plain" in result.out
 
 
+def test_compare_on_the_shipped_prompts_above_temperature_0(treegraft, write):
+    """zoo:prompts are of each kind in turn, as in the demo; one seed gives all arms one text."""
+    target = "target: {model: 'zoo:target'}\n"
+    files = [write("plain.yaml", target), write("n.yaml", target + "drafters: [{kind: ngram}]\n")]
+    options = ["--limit", 3, "-n", 5, "--temperature", 0.8, "--seed", 3]
+    result = treegraft("compare", *files, "--prompts", "zoo:prompts", *options, "--json")
+    assert result.code == 0
+    assert result.json["kinds"].keys() == {"code", "docstring", "edit"}
+    for figures in result.json["configs"].values():
+        assert figures["config"]["sampling"]["temperature"] == 0.8
+        assert figures["config"]["sampling"]["seed"] == 3
+        assert figures["identical"] is True
+
+
 def test_compare_takes_variants_of_one_base(treegraft, configs, prompts, write):
     base = "\n  ".join(["base:", *configs["never"].read_text().splitlines()])
     file = write("many.yaml", base + "\nvariants:\n  first: {}\n  second: {graft: {kind: union}}\n")

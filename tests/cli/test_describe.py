@@ -8,10 +8,12 @@ import pytest
 import yaml
 
 from treegraft import parse_config
+from treegraft.config import load_variants
 
 ROOT = Path(__file__).parents[2]
-# ablation.yaml holds many configs, for compare.
-EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.yaml") if p.stem != "ablation")
+FILES = sorted((ROOT / "examples").glob("*.yaml"))
+EXAMPLES = [file for file in FILES if load_variants(file) is None]
+MANY = [file for file in FILES if file not in EXAMPLES]  # for compare
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -21,6 +23,14 @@ def test_every_example_is_sound(treegraft, monkeypatch, example):
     assert result.code == 0, result.err
     assert result.out.startswith("pipeline\n")
     assert "flowchart LR" in result.out
+
+
+@pytest.mark.parametrize("example", MANY, ids=lambda path: path.stem)
+def test_every_example_of_many_configs_is_sound(example):
+    variants = load_variants(example)
+    assert len({config.model_dump_json() for config in variants.values()}) == len(variants)
+    drafters = [config.drafters for config in variants.values() if config.drafters]
+    assert all(same == drafters[0] for same in drafters)
 
 
 def test_there_is_an_example_for_every_role(treegraft):

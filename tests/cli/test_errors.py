@@ -61,7 +61,7 @@ from treegraft.cli import app as cli
             "--prompt must be text in UTF-8, found '\\udcff' at character 1",
         ),
         ("compare a.yaml --prompts x", "config 'a.yaml' cannot be read: No such file or directory"),
-        ("compare a.yaml b.yaml", "--prompts FILE is needed, found none"),
+        ("compare a.yaml b.yaml", "--prompts FILE (or zoo:prompts) is needed, found none"),
         ("compare a.yaml a.yaml --prompts x", "configs must be different files"),
         ("generte", "No such command 'generte'"),
         ("describe --nope", "No such option: --nope"),

@@ -105,6 +105,7 @@ def step(n_new: int, n_path: int, calls: tuple[int, ...], **seconds: float) -> S
         accepted=(n_path, 0),
         accepted_alone=(n_path // 2, 0),
         seconds=seconds,
+        path_sources=(0,) * n_path,
     )
 
 
@@ -124,6 +125,7 @@ def test_figures_of_two_texts() -> None:
     assert figures.kept == (6, 3)
     assert figures.accepted == (4, 0)
     assert figures.accepted_alone == (2, 0)
+    assert figures.accepted_by_depth == ((2, 2), (0, 0))
     assert figures.calls == (2, 4)
     assert figures.calls_by_layer == ((2, 1), (0, 2), (0, 1))
     assert figures.acceptance_by_depth == (2 / 3, 2 / 3)

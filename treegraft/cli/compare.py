@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.options import Json, Limit, MaxNewTokens, PromptFile
+from treegraft.cli.options import Json, Limit, MaxNewTokens, PromptFile, Seed, Temperature
 from treegraft.cli.output import note, print_json, progress, stdout, working
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ def compare(
         int, typer.Option("--repeat", min=1, help="Decode each prompt so often with each config.")
     ] = 1,
     max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
     as_json: Json = False,
 ) -> None:
     """Several configs on the same prompts.
@@ -39,12 +41,13 @@ def compare(
     from treegraft.prompts import read_prompts
 
     if prompts is None:
-        raise PromptError("--prompts FILE is needed, found none")
+        raise PromptError("--prompts FILE (or zoo:prompts) is needed, found none")
     named = _load(configs)
     if len(named) < 2:
         raise ConfigError(f"compare needs at least two configs, found {len(named)}")
-    if max_new_tokens is not None:
-        settings = {"max_new_tokens": max_new_tokens}
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings = {option: value for option, value in given.items() if value is not None}
+    if settings:
         named = {name: override(config, settings) for name, config in named.items()}
     bench.check_comparable(named)
     wanted = read_prompts(prompts, limit)

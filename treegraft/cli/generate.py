@@ -28,6 +28,7 @@ from treegraft.cli.options import (
     SchedulerName,
     Seed,
     Target,
+    Temperature,
     Width,
     pipeline_config,
     prompt_list,
@@ -60,9 +61,7 @@ def generate(
         bool, typer.Option("--chat", help="Put each prompt into the tokenizer's chat template.")
     ] = False,
     max_new_tokens: MaxNewTokens = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy; larger flattens.")
-    ] = None,
+    temperature: Temperature = None,
     top_k: Annotated[
         int | None, typer.Option("--top-k", help="Keep the k likeliest tokens.")
     ] = None,

@@ -50,12 +50,16 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N 
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", "-n", help="Most tokens to produce per prompt.")
 ]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", help="0 is greedy; larger flattens.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Key of the noise (temperature > 0).")]
 PromptFile = Annotated[
     Path | None,
     typer.Option(
         "--prompts",
-        help="Text file (one prompt), or .jsonl / .json with turns, prompt, text or ids.",
+        help="Text file (one prompt), .jsonl / .json with turns, prompt, text or ids, or "
+        "zoo:prompts.",
     ),
 ]
 Limit = Annotated[

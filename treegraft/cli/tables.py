@@ -96,7 +96,8 @@ def _drafters(summaries: list[ArmSummary]) -> Table:
         for name, figures in _by_drafter(s.statistics).items():
             _row(table, s.name, name, *figures)
     table.caption = (
-        "proposed: as the first or after others; alone: accepted, and proposed by nobody else"
+        "proposed: as the first or after others; alone: accepted, and proposed by nobody else; by "
+        "depth: accepted at depth 1, 2, ..."
     )
     table.caption_justify = "left"
     return table
@@ -111,6 +112,7 @@ _DRAFTER_COLUMNS = (
     "kept",
     "accepted",
     "alone",
+    "by depth",
 )
 
 
@@ -125,6 +127,7 @@ def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
             str(s.kept[i]),
             str(s.accepted[i]),
             str(s.accepted_alone[i]),
+            " ".join(map(str, s.accepted_by_depth[i])),
         )
         for i, name in enumerate(s.drafters)
     }

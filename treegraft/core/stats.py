@@ -23,6 +23,7 @@ DEFINITIONS = {
     "depth, from 1",
     "reused": "nodes that a step's tree began with, left over from the step before",
     "reuse_rate": "share of steps whose tree began with such nodes",
+    "accepted_by_depth": "the accepted nodes of each drafter by their depth in the tree, from 1",
     "calls": "visits of each drafter (layers in which it acted)",
     "side_calls": "visits of each drafter besides those of its layers: riding along before a "
     "drafter that scores, and in the graft's work after the last layer",
@@ -58,6 +59,7 @@ class StepRecord:
         were counted.
     reused : nodes that the tree began with, left over from the step before.
     visit_seconds : wall time of each layer's visit, as in ``calls``: drafter and graft policy.
+    path_sources : the drafter that proposed each accepted node first, top down.
     """
 
     n_new: int
@@ -73,6 +75,7 @@ class StepRecord:
     side_calls: tuple[int, ...] = ()
     reused: int = 0
     visit_seconds: tuple[float, ...] = ()
+    path_sources: tuple[int, ...] = ()
 
     def with_seconds(self, more: dict[str, float]) -> StepRecord:
         """The record with time added that the step took after it was written."""
@@ -122,6 +125,7 @@ class Statistics:
     kept: tuple[int, ...]
     accepted: tuple[int, ...]
     accepted_alone: tuple[int, ...]
+    accepted_by_depth: tuple[tuple[int, ...], ...]
     calls: tuple[int, ...]
     calls_by_layer: tuple[tuple[int, ...], ...]
     acceptance_by_depth: tuple[float, ...]
@@ -170,6 +174,7 @@ class Statistics:
         indices = range(len(names))
         n_layers = max((len(step.calls) for step in steps), default=0)
         n_depth = max((step.n_path for step in steps), default=0)
+        depths = range(max((len(step.path_sources) for step in steps), default=0))
         seconds: dict[str, float] = {"prefill": 0.0}
         laps = [generation.prefill for generation in generations]
         for lap in [*laps, *(step.seconds for step in steps)]:
@@ -192,6 +197,10 @@ class Statistics:
             kept=summed("kept"),
             accepted=summed("accepted"),
             accepted_alone=summed("accepted_alone"),
+            accepted_by_depth=tuple(
+                tuple(sum(step.path_sources[d : d + 1] == (i,) for step in steps) for d in depths)
+                for i in indices
+            ),
             calls=tuple(sum(layer[i] for layer in by_layer) for i in indices),
             calls_by_layer=by_layer,
             acceptance_by_depth=tuple(
@@ -226,6 +235,10 @@ class Statistics:
                 dict(zip(self.drafters, layer, strict=True)) for layer in self.calls_by_layer
             ],
             "acceptance_by_depth": list(self.acceptance_by_depth),
+            "accepted_by_depth": {
+                name: list(counts)
+                for name, counts in zip(self.drafters, self.accepted_by_depth, strict=True)
+            },
             "drafter_seconds": self.drafter_seconds,
             "seconds": self.seconds,
         }
