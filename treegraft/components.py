@@ -41,6 +41,8 @@ from treegraft.policies.grafts import (
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
+    BudgetedConfig,
+    BudgetedScheduler,
     CostAwareConfig,
     CostAwareScheduler,
     FixedConfig,
@@ -50,6 +52,7 @@ from treegraft.policies.schedulers import (
     PriorityConfig,
     PriorityScheduler,
 )
+from treegraft.policies.value import ValueConfig, ValueScheduler
 from treegraft.policies.verifiers import (
     LedgerConfig,
     LedgerVerifier,
@@ -112,6 +115,8 @@ ROLES: dict[str, Role] = {
                 "fixed": (FixedConfig, FixedScheduler),
                 "priority": (PriorityConfig, PriorityScheduler),
                 "cost_aware": (CostAwareConfig, CostAwareScheduler),
+                "budgeted": (BudgetedConfig, BudgetedScheduler),
+                "value": (ValueConfig, ValueScheduler),
             },
         ),
         Role(

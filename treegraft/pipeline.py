@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from operator import index
 from typing import Any
 
@@ -13,12 +14,13 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from treegraft.backends.artefact import Artefact, read_artefact
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
 from treegraft.composition import component_graph
 from treegraft.config import PipelineConfig, override
-from treegraft.core.errors import ConfigError, PromptError, TreegraftError
+from treegraft.core.errors import ConfigError, PromptError, ScheduleError, TreegraftError
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.processors import Processors
@@ -34,12 +36,15 @@ from treegraft.parts import Parts
 from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.lm import LmConfig
+from treegraft.policies.features import FEATURES_VERSION, StateFeatures
 from treegraft.policies.schedulers import (
     CostAwareConfig,
     CostAwareScheduler,
     FixedConfig,
     FixedScheduler,
 )
+from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
+from treegraft.signature import difference, signature
 from treegraft.text import StopStrings, TextStream
 
 
@@ -382,6 +387,7 @@ def build_pipeline(
     ConfigError : a role is unfilled or a class does not fit, before any weight is loaded.
     UnsupportedModelError : a model cannot be verified, or a drafter does not fit the target.
     DatastoreError : a datastore cannot be opened, before any weight is loaded.
+    ScheduleError : a learned scheduler cannot be read, or was made for another pipeline.
     """
     component_graph(config)
     custom = {
@@ -396,6 +402,9 @@ def build_pipeline(
     stores = [drafter.path for drafter in config.drafters if isinstance(drafter, DatastoreConfig)]
     for path in stores:
         loader.check_datastore(config.target.model, path)
+    artefact = None
+    if isinstance(config.scheduler, ValueConfig):
+        artefact = read_artefact(config.scheduler.artefact)
     target = loader.model(config.target.model)
     watch = Stopwatch()
     drafters: list[Drafter] = []
@@ -419,13 +428,15 @@ def build_pipeline(
         made = tree_class(target.vocab_size)
         return made if calibration is None else CalibratedTree(made, calibration.for_text())
 
+    used = {name: loader.model(name) for name in (config.target.model, *named)}
+    scheduler = _scheduler(config, custom["builder"], artefact, used)
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
         names=config.drafter_names,
         builder=custom["builder"],
         graft=custom["graft"],
-        scheduler=_scheduler(config, custom["builder"].budget),
+        scheduler=scheduler,
         verifier=custom["verifier"],
         tree=tree,
         watch=watch,
@@ -440,15 +451,54 @@ def build_pipeline(
         loader.eos(source),
         loader.no_tokenizer(source),
         calibration,
-        models={name: loader.model(name) for name in (source, *named)},
+        models=used,
     )
 
 
-def _scheduler(config: PipelineConfig, budget: int) -> Scheduler:
-    if isinstance(config.scheduler, FixedConfig):
+def _scheduler(
+    config: PipelineConfig,
+    builder: TreeBuilder,
+    artefact: Artefact | None,
+    models: Mapping[str, LanguageModel],
+) -> Scheduler:
+    settings = config.scheduler
+    if isinstance(settings, FixedConfig):
         # Names become numbers here, where the drafters are known.
         return FixedScheduler(config.fixed_calls)
-    if isinstance(config.scheduler, CostAwareConfig):
-        return CostAwareScheduler(config.scheduler, config.drafter_names, budget)
-    scheduler: Scheduler = build_component("scheduler", config.scheduler)
+    if isinstance(settings, CostAwareConfig):
+        return CostAwareScheduler(settings, config.drafter_names, builder.budget)
+    if isinstance(settings, ValueConfig):
+        assert artefact is not None
+        return _value_scheduler(config, settings, builder, artefact, models)
+    scheduler: Scheduler = build_component("scheduler", settings)
     return scheduler
+
+
+def _value_scheduler(
+    config: PipelineConfig,
+    settings: ValueConfig,
+    builder: TreeBuilder,
+    artefact: Artefact,
+    models: Mapping[str, LanguageModel],
+) -> ValueScheduler:
+    """ScheduleError unless the artefact was made for this pipeline; names what differs."""
+    header, where = artefact.header, f"scheduler.artefact {settings.artefact!r}"
+    wrong = difference(header["signature"], signature(config, models))
+    if wrong is not None:
+        raise ScheduleError(f"{where} was made for another pipeline: {wrong}")
+    features = StateFeatures(
+        len(config.drafters), max(builder.depth, 1), builder.width, builder.budget
+    )
+    if header.get("features_version") != FEATURES_VERSION:
+        raise ScheduleError(
+            f"{where} was fitted on features of version {header.get('features_version')!r}, this "
+            f"treegraft has {FEATURES_VERSION}; collect and fit again"
+        )
+    if header["features"] != list(features.names):
+        pairs = zip_longest(header["features"], features.names)
+        there, here = next((a, b) for a, b in pairs if a != b)
+        raise ScheduleError(
+            f"{where} was fitted on other features: {there!r} there and {here!r} here; collect and "
+            "fit again"
+        )
+    return ValueScheduler(settings, ValueNetwork(**artefact.arrays), features)

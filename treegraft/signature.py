@@ -34,6 +34,8 @@ def signature(config: PipelineConfig, models: Mapping[str, LanguageModel]) -> di
         "builder": config.builder.model_dump(mode="json"),
         "graft": config.graft.model_dump(mode="json"),
         "ride_along": list(config.ride_along),
+        "leftover": config.leftover,
+        "calibration": config.calibration.model_dump(mode="json"),
     }
 
 

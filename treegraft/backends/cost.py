@@ -12,7 +12,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -128,6 +128,12 @@ class CostModel:
     curves: dict[str, Curve]
     host: HostCosts
     checked: float | None = None
+
+    def with_target_scale(self, factor: float) -> CostModel:
+        """The same with a target whose forwards take ``factor`` times as long (cost-scaled)."""
+        target = self.curves[TARGET]
+        scaled = replace(target, scale=target.scale * factor)
+        return self if factor == 1.0 else replace(self, curves={**self.curves, TARGET: scaled})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""

@@ -117,3 +117,46 @@ def calibrate(
         return
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in measured.stages.items())
     print(f"{out}: predicted over measured seconds: {shown} ({measured.steps} steps)")
+
+
+@schedule.command()
+def fit(
+    traces: Annotated[Path, typer.Argument(help="Folder of treegraft schedule collect.")],
+    costs: Annotated[Path, typer.Option("--costs", help="File of treegraft schedule calibrate.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the scheduler to write.")],
+    target_scale: Annotated[
+        float,
+        typer.Option("--target-scale", min=0.01, help="Take the target for so many times as dear."),
+    ] = 1.0,
+    hidden: Annotated[int, typer.Option("--hidden", min=1, help="Units per hidden layer.")] = 64,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Most passes over the rows.")] = 40,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights and order.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Distil traces into a scheduler for one cost model.
+
+    Prompts are split by hash into training, validation and test. Prints tokens per second that the
+    cost model predicts for each split: of never, always, the best fixed schedule (found on the
+    training split), the scheduler, and the oracle, which knows the continuation.
+    """
+    from treegraft.backends.artefact import write_artefact
+    from treegraft.backends.cost import load_costs
+    from treegraft.cli.output import stdout
+    from treegraft.scheduling.fit import FitSettings
+    from treegraft.scheduling.fit import fit as distil
+    from treegraft.scheduling.traces import Traces
+
+    loaded, measured = Traces.load(traces), load_costs(costs).with_target_scale(target_scale)
+    settings = FitSettings(hidden=hidden, epochs=epochs, seed=seed)
+    with progress("fitting layers", None) as tick:
+        fitted = distil(loaded, measured, settings, tick)
+    write_artefact(fitted.artefact, out)
+    if as_json:
+        print_json(
+            {"path": str(out), "best_fixed": list(fitted.best_fixed), "splits": fitted.metrics}
+        )
+        return
+    from treegraft.cli.tables import fit_report
+
+    stdout().print(fit_report(fitted))
+    print(f"\n{out}: scheduler for {', '.join(loaded.header['signature']['drafters'])}")

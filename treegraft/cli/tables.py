@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from treegraft.bench.choice import Candidate
     from treegraft.bench.comparison import ArmSummary, Comparison
     from treegraft.core.stats import Statistics
+    from treegraft.scheduling.fit import Fitted
 
-__all__ = ["check_report", "comparison_report", "slower_in_words", "statistics_report"]
+__all__ = ["check_report", "comparison_report", "fit_report", "slower_in_words", "statistics_report"]
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -233,4 +234,19 @@ def _origin(origin: Origin) -> str:
     return (
         f"step {origin.step}, node {origin.node} at depth {origin.depth}, proposed by "
         f"{origin.drafter or 'nobody known'}"
+    )
+
+
+def fit_report(fitted: Fitted) -> Group:
+    """Predicted tokens per second of every split, by scheduler."""
+    arms = ("never", "always", "best_fixed", "value", "oracle")
+    table = _table("Tokens per second, as the cost model predicts", "split", "steps", *arms, "share")
+    for name, metrics in fitted.metrics.items():
+        rates = [f"{metrics[arm]:.1f}" for arm in arms]
+        _row(table, name, f"{metrics['steps']:.0f}", *rates, f"{metrics['oracle_share']:.0%}")
+    calls = ", ".join(fitted.best_fixed) or "no drafting"
+    return Group(
+        table,
+        Text(f"best fixed schedule: {calls}"),
+        Text("share: of the oracle's gain over the better endpoint, what value keeps", style="dim"),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from time import perf_counter
 from typing import Any, final
 
@@ -36,7 +35,7 @@ from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.prompts import Prompt
 
-__all__ = ["Calibration", "calibrate", "curve_models", "pipeline_environment"]
+__all__ = ["CostCalibration", "calibrate", "curve_models", "pipeline_environment"]
 
 CONTEXTS = (48, 256, 768)
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -60,7 +59,7 @@ def pipeline_environment(pipeline: Pipeline) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class CostCalibration:
     """A cost model and how well it predicts.
 
     Attributes
@@ -151,7 +150,7 @@ def calibrate(
     tokens: int = 48,
     seed: int = 0,
     on_part: Callable[[object], None] | None = None,
-) -> Calibration:
+) -> CostCalibration:
     """Measure the cost model of a pipeline.
 
     Parameters
@@ -183,7 +182,7 @@ def calibrate(
         host,
     )
     stages = _check(costs, held or fitted, names)
-    return Calibration(replace(costs, checked=stages["step"]), len(steps), stages)
+    return CostCalibration(replace(costs, checked=stages["step"]), len(steps), stages)
 
 
 def _decode(
@@ -249,14 +248,19 @@ def _row(n_tree: int, n_drafted: int, calls: Sequence[int], n_drafters: int) -> 
 
 
 def _scale(curve: Curve, name: str, steps: Sequence[_Step]) -> float:
-    """Median of measured over predicted, of forwards no wider than the grid."""
+    """Measured over predicted seconds of all forwards no wider than the grid.
+
+    The fiftieth that took longest for what they are is left out: something else held them up.
+    """
     found = [
-        seconds / float(curve.at(width, context))
+        (seconds, float(curve.at(width, context)))
         for step in steps
         for who, width, context, seconds in step.forwards
         if who == name and width <= curve.widths[-1]
     ]
-    return median(found) if found else 1.0
+    found.sort(key=lambda pair: pair[0] / pair[1])
+    calm = found[: len(found) - len(found) // 50]
+    return sum(s for s, _ in calm) / sum(p for _, p in calm) if calm else 1.0
 
 
 def _host(steps: Sequence[_Step], names: Sequence[str]) -> HostCosts:

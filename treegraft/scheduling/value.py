@@ -81,6 +81,24 @@ class Problem:
             for number in range(int(self.layer.max(initial=0)) + 1)
         ]
 
+    def restrict(self, steps: NDArray[np.bool_]) -> Problem:
+        """The same for ``steps`` bool [S] alone, in the order of their first rows."""
+        kept = np.zeros(int(self.step.max(initial=-1)) + 1, dtype=np.bool_)
+        kept[self.step[self.roots[steps]]] = True
+        rows = np.flatnonzero(kept[self.step])
+        place = np.full(self.step.shape[0] + 1, -1, dtype=np.int64)
+        place[rows] = np.arange(rows.shape[0])
+        return Problem(
+            self.step[rows],
+            place[self.parent[rows]],
+            self.action[rows],
+            self.layer[rows],
+            self.tokens[rows],
+            self.seconds[rows],
+            self.n_drafters,
+            self.complete,
+        )
+
     @property
     def depth(self) -> int:
         """Layers of the longest schedule."""
