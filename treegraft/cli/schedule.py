@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treegraft.cli.options import Json, Limit, PromptFile
+from treegraft.cli.options import Json, Limit, MaxNewTokens, PromptFile
 from treegraft.cli.output import note, print_json, progress, working
+
+if TYPE_CHECKING:
+    from treegraft.prompts import Prompt
 
 __all__ = ["schedule"]
 
@@ -160,3 +163,124 @@ def fit(
 
     stdout().print(fit_report(fitted))
     print(f"\n{out}: scheduler for {', '.join(loaded.header['signature']['drafters'])}")
+
+
+@schedule.command()
+def evaluate(
+    config: Config,
+    scheduler: Annotated[Path, typer.Argument(help="Folder of treegraft schedule fit.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", help="File of prompts, a suite of its own; repeat for more."),
+    ] = None,
+    limit: Limit = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs of each prompt.")] = 3,
+    every: Annotated[
+        int, typer.Option("--every", min=1, help="Evaluate the oracle every so many steps.")
+    ] = 4,
+    max_new_tokens: MaxNewTokens = None,
+    paper: Annotated[
+        bool, typer.Option("--paper/--no-paper", help="Decode with the paper's endpoints too.")
+    ] = True,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="Costs measured here; default: the scheduler's.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="File for a plot (.png, .svg, .pdf); needs treegraft[plot]."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """A fitted scheduler against its endpoints and the oracle, on prompts it was not fitted on.
+
+    Decodes with never, always, the best fixed schedule and the scheduler in turns, and with the
+    endpoints under the paper's tree settings. The oracle is evaluated offline: no scheduler can
+    know the continuation. Without --prompts the shipped ones are decoded, a suite for each kind;
+    --limit takes the first of each suite. Exits 1 if tokens differ.
+    """
+    from treegraft.backends.artefact import read_artefact
+    from treegraft.backends.cost import load_costs
+    from treegraft.bench.comparison import build_pipelines
+    from treegraft.cli.output import stdout
+    from treegraft.cli.tables import evaluation_report
+    from treegraft.config import load_config, override
+    from treegraft.scheduling import evaluate as held
+
+    if plot is not None:
+        _check_plot(plot)
+    artefact = read_artefact(scheduler)
+    loaded = load_config(config)
+    if max_new_tokens is not None:
+        loaded = override(loaded, {"max_new_tokens": max_new_tokens})
+    wanted = _suites(prompts, limit)
+    arms = held.arm_configs(loaded, artefact, str(scheduler), paper)
+    measured = None if costs is None else load_costs(costs)
+    with working("loading models"):
+        pipelines = build_pipelines(arms)
+    with progress("evaluating", len(wanted) * (repeat + 1)) as tick:
+        found = held.evaluate(
+            arms,
+            artefact,
+            wanted,
+            repeat=repeat,
+            every=every,
+            costs=measured,
+            pipelines=pipelines,
+            on_part=tick,
+        )
+    if found.left_out:
+        note(f"left out {len(found.left_out)} prompts that the scheduler was fitted on")
+    if plot is not None:
+        _plot(found.as_dict(), plot)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        stdout().print(evaluation_report(found))
+    if not found.comparison.identical:
+        raise typer.Exit(1)
+
+
+def _suites(files: list[Path] | None, limit: int | None) -> list[Prompt]:
+    """Prompts whose kind is their suite: that of the file, or of the shipped prompts."""
+    from dataclasses import replace
+
+    from treegraft.bench.demo import demo_prompts
+    from treegraft.prompts import read_prompts
+
+    if not files:
+        return demo_prompts(limit or 100)
+    return [
+        replace(prompt, kind=file.stem, id=f"{file.stem}/{prompt.id}")
+        for file in files
+        for prompt in read_prompts(file, limit)
+    ]
+
+
+def _check_plot(file: Path) -> None:
+    from importlib.util import find_spec
+
+    from treegraft.core.errors import ConfigError
+
+    if file.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot must end in .png, .svg or .pdf, found {str(file)!r}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed; get treegraft[plot]")
+
+
+def _plot(figures: dict[str, Any], file: Path) -> None:
+    """Bars: value, the best fixed schedule and the oracle over the better endpoint, by suite."""
+    from matplotlib.figure import Figure
+
+    keys = ("best_fixed_to_better_endpoint", "value_to_better_endpoint", "oracle_to_better_endpoint")
+    labels = ("best fixed schedule", "value", "oracle (clairvoyant, predicted)")
+    rows = {**figures["suites"], "mean": figures["mean"]}
+    figure = Figure(figsize=(1.4 + 1.1 * len(rows), 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (key, label) in enumerate(zip(keys, labels, strict=True)):
+        places = [place + (i - 1) * 0.27 for place in range(len(rows))]
+        axes.bar(places, [row[key] for row in rows.values()], 0.25, label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(rows)), list(rows), rotation=20)
+    axes.set_ylabel("x better of never and always")
+    axes.legend(fontsize="small")
+    figure.savefig(file)

@@ -9,6 +9,7 @@ Shapes: F features, K drafters, D layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treegraft.core.roles import DraftState
-from treegraft.policies.automaton import SuffixAutomaton
+from treegraft.policies.automaton import START, Match, SuffixAutomaton
 
 __all__ = ["FEATURES_VERSION", "LOOKBACK", "StateFeatures", "TextFeatures"]
 
@@ -42,15 +43,14 @@ class TextFeatures:
 
     def __init__(self) -> None:
         self._text: Sequence[int] | None = None
-        self.values: NDArray[np.float32] = np.zeros(len(_TEXT), dtype=np.float32)
+        self.values: tuple[float, ...] = (0.0,) * len(_TEXT)
 
-    def follow(self, text: Sequence[int]) -> NDArray[np.float32]:
-        """float32 [5]: the features of ``text``; a list that only grows is read once."""
+    def follow(self, text: Sequence[int]) -> tuple[float, ...]:
+        """The five features of ``text``; a list that only grows is read once."""
         if text is not self._text or len(text) < self._n_read:
             self._text = text
             self._n_read = 0
             self._index = SuffixAutomaton(_LONGEST)
-            self._predicted = -1
             self._fast = self._slow = self._run = 0.0
         if self._n_read < len(text):
             for token in text[self._n_read :]:
@@ -61,33 +61,35 @@ class TextFeatures:
 
     def _note(self, token: int) -> None:
         if self._n_read:
-            self._look_up()
-            hit = float(token == self._predicted)
+            match, predicted = self._predict()
+            hit = float(match.length > 0 and token == predicted)
             self._fast += (hit - self._fast) / 4
             self._slow += (hit - self._slow) / 16
             self._run = min(self._run + 1, _LONGEST) if hit else 0.0
         self._n_read += 1
         self._index.append(token)
 
-    def _look_up(self) -> None:
+    def _predict(self) -> tuple[Match, int]:
+        """The longest context that was followed by something, and what most often; length 0: none.
+
+        What stands only at the end has no continuation; shorter contexts do.
+        """
         index = self._index
-        match = index.match
-        after = index.continuations(match.state, 1)
-        # What stands only at the end has no continuation; shorter contexts do.
-        while not after:
-            wider = index.wider(match)
-            if wider is None:
-                break
-            match = wider
+        match: Match | None = index.match
+        while match is not None and match.length:
             after = index.continuations(match.state, 1)
+            if after:
+                return match, after[0]
+            match = index.wider(match)
+        return Match(START, 0), -1
+
+    def _look_up(self) -> None:
+        match, predicted = self._predict()
         share = 0.0
-        self._predicted = -1
-        if after and match.length:
-            self._predicted = after[0]
-            share = float(np.exp(index.path(match, after[0], 1)[1][0]))
-        length = match.length if after else 0
-        self.values[:] = (
-            np.log1p(length),
+        if match.length:
+            share = math.exp(self._index.path(match, predicted, 1)[1][0])
+        self.values = (
+            math.log1p(match.length),
             share,
             self._fast,
             self._slow,
@@ -143,9 +145,7 @@ class StateFeatures:
             *(f"layer_{layer}_by_{i}" for layer in layers for i in drafters),
         )
 
-    def of(
-        self, state: DraftState, text: NDArray[np.float32], n_before: int
-    ) -> NDArray[np.float32]:
+    def of(self, state: DraftState, text: Sequence[float], n_before: int) -> NDArray[np.float32]:
         """Features before a layer.
 
         Parameters
@@ -153,44 +153,46 @@ class StateFeatures:
         text : of ``TextFeatures`` for the committed text.
         n_before : nodes of the working tree before the last layer; 0 before the first.
         """
+        # Some dozen numbers: plain Python on lists is quicker than numpy's calls.
         n_drafters, depth = self._shape
-        tree, frontier = state.tree, state.frontier.numpy()
-        n_frontier = frontier.shape[0]
+        tree, front = state.tree, state.frontier.numpy()
         level, logprob = tree.depth.numpy(), tree.logprob.numpy()
-        at = level[frontier]
-        mean_depth = float(at.sum()) / n_frontier
-        low, high = int(at.min()) - LOOKBACK, int(at.max())
-        best = tree.best(self._width, low, high).numpy()
-        n_best = max(best.shape[0], 1)
-        scores = logprob[frontier]
+        frontier, at, scores = front.tolist(), level[front].tolist(), logprob[front].tolist()
+        n_frontier = len(frontier)
+        mean_depth = sum(at) / n_frontier
+        chosen = tree.best(self._width, min(at) - LOOKBACK, max(at)).numpy()
+        best, best_at = chosen.tolist(), level[chosen].tolist()
+        n_best = max(len(best), 1)
         chance = np.exp(logprob[1:])
         if chance.shape[0] > self._budget:
             chance = np.partition(chance, chance.shape[0] - self._budget)[-self._budget :]
-        top = np.maximum(logprob[best], _FLOOR)
-        inside = set(frontier.tolist())
-        n_old = int((best < n_before).sum()) if state.layer > 1 else n_best
-        values = [
-            np.log1p(state.n_prompt),
-            np.log1p(state.n_committed),
-            *text.tolist(),
+        inside = set(frontier)
+        n_old = sum(node < n_before for node in best) if state.layer > 1 else n_best
+        top = sum(max(score, _FLOOR) for score in logprob[chosen].tolist())
+        n_calls = [0.0] * n_drafters
+        bits = [0.0] * (n_drafters * (depth - 1))
+        for layer, index in enumerate(state.calls):
+            n_calls[index] += 1 / depth
+            bits[layer * n_drafters + index] = 1.0
+        values = (
+            math.log1p(state.n_prompt),
+            math.log1p(state.n_committed),
+            *text,
             (state.layer - 1) / depth,
             mean_depth / depth,
-            float(tree.leaf.numpy()[frontier].sum()) / n_frontier,
-            max(mean_depth - float(level[best].sum()) / n_best, 0.0) / depth,
+            int(np.count_nonzero(tree.leaf.numpy()[front])) / n_frontier,
+            max(mean_depth - sum(best_at) / n_best, 0.0) / depth,
             n_old / n_best,
-            sum(node in inside for node in best.tolist()) / n_best,
-            float(top.sum()) / n_best,
-            max(float(scores.max()), _FLOOR),
-            float(np.exp(scores).sum()),
-            float((scores == -np.inf).sum()) / n_frontier,
-            np.log1p(n_frontier),
-            np.log(tree.n_nodes),
+            sum(node in inside for node in best) / n_best,
+            top / n_best,
+            max(*scores, _FLOOR),
+            sum(map(math.exp, scores)),
+            scores.count(-math.inf) / n_frontier,
+            math.log1p(n_frontier),
+            math.log(tree.n_nodes),
             float(chance.sum()),
             float(bool(state.reached) and not state.reached[-1]),
-        ]
-        calls = np.zeros((depth, n_drafters), dtype=np.float32)
-        for layer, index in enumerate(state.calls):
-            calls[layer, index] = 1.0
-        return np.concatenate(
-            [np.array(values, dtype=np.float32), calls.sum(0) / depth, calls[:-1].reshape(-1)]
+            *n_calls,
+            *bits,
         )
+        return np.array(values, dtype=np.float32)

@@ -136,6 +136,9 @@ def fit(
         "settings": {key: getattr(settings, key) for key in FitSettings.__slots__},
         "data": {
             "sha256": traces.digest,
+            "fitted_on": [
+                prompt.key[:16] for prompt in traces.prompts if split_of(prompt.key) != SPLITS[2]
+            ],
             "prompts": len(traces.prompts),
             "steps": traces.n_steps,
             "rows": int(problem.step.shape[0]),
