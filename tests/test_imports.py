@@ -71,6 +71,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 OUTSIDE_OF_MODULE = {
     "treegraft.backends.reference": {"networkx"},
+    "treegraft.backends.artefact": {"safetensors"},
     "treegraft.backends.kv": {"transformers"},
     "treegraft.backends.hf": {"transformers"},
     "treegraft.backends.processors": {"transformers"},

@@ -67,9 +67,9 @@ def collect(
     with working("loading models"):
         collection = Collection(load_config(config), out, every=every, beam=beam, seed=seed)
         missing = collection.missing(wanted)
-    n_there = len(wanted) - len(missing)
-    if n_there:
-        note(f"{n_there} of {len(wanted)} prompts are there already")
+    n_left = len(wanted) - len(missing)
+    if n_left:
+        note(f"{n_left} of {len(wanted)} prompts are there already, or twice in the file")
     with progress("collecting", len(missing)) as tick:
         report = collection.run(missing, ray=ray, on_prompt=tick)
     for skipped in report.skipped:

@@ -163,7 +163,8 @@ class StateFeatures:
         chosen = tree.best(self._width, min(at) - LOOKBACK, max(at)).numpy()
         best, best_at = chosen.tolist(), level[chosen].tolist()
         n_best = max(len(best), 1)
-        chance = np.exp(logprob[1:])
+        # Nodes that a graft has taken out are not verified.
+        chance = np.exp(logprob[1:][tree.alive.numpy()[1:]])
         if chance.shape[0] > self._budget:
             chance = np.partition(chance, chance.shape[0] - self._budget)[-self._budget :]
         inside = set(frontier)

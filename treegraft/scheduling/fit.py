@@ -32,7 +32,7 @@ __all__ = ["SPLITS", "Fitted", "FitSettings", "fit", "policy_actions", "split_of
 
 SPLITS = ("train", "validation", "test")
 _SHARES = (70, 15, 15)
-_BATCH = 512
+_SMALLEST_BATCH, _LARGEST_BATCH = 32, 512
 
 
 def split_of(key: str) -> str:
@@ -299,11 +299,13 @@ class _Layer:
             self._weights = _weights(self._x.shape[1], s.hidden, worth.shape[1], dice)
         weights = [weight.clone().requires_grad_() for weight in self._weights]
         optimiser = torch.optim.AdamW(weights, lr=s.rate, weight_decay=s.decay)
+        # Few rows still make many updates.
+        batch = min(max(fitted.shape[0] // 16, _SMALLEST_BATCH), _LARGEST_BATCH)
         best, patience = float("inf"), 0
         kept = [weight.detach().clone() for weight in weights]
         for _ in range(s.epochs):
             order = fitted[torch.randperm(fitted.shape[0], generator=dice)]
-            for part in order.split(_BATCH):
+            for part in order.split(batch):
                 loss = _loss(_forward(weights, self._x[part]), target[part], mask[part])
                 optimiser.zero_grad()
                 loss.backward()
