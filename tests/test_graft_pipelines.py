@@ -494,3 +494,20 @@ def test_riders_do_not_push_a_model_past_its_context_limit() -> None:
     assert result.tokens == [[3, 4, 1, 2][i % 4] for i in range(30)]
     assert [notice for notice in result.notices if "'brief'" in notice] == list(result.notices)
     assert len(result.notices) == 1
+
+
+def test_a_layer_after_a_model_that_replaced_the_tree_with_nothing_drafts_from_the_root() -> None:
+    """Its frontier was taken out with all else; the next look-up was told to draft under it."""
+    own = "adversarial_drafters:"
+    made = pipeline(
+        drafters=[
+            {"kind": own + "Scripted", "name": "sure", "params": {"paths": [[7, 7]]}},
+            {"kind": own + "ScriptedScorer", "name": "mute", "params": {"paths": [], "score": -1}},
+        ],
+        graft={"kind": "replace"},
+        builder={"kind": "layered", "depth": 3, "width": 2, "budget": 12},
+        scheduler=fixed("sure", "mute", "sure"),
+    )
+    first = next(made.stream(PROMPT))
+    assert [layer.frontier.tolist() for layer in first.layers] == [[0], [1], [0]]
+    assert made.generate(PROMPT, max_new_tokens=20).tokens == plain(20)

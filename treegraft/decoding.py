@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treegraft.core.language_model import LanguageModel, extend
+from treegraft.core.language_model import LanguageModel, extend, has_nan
 from treegraft.core.roles import Commit, Context, TargetTop, TreeTop
 from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
 from treegraft.core.stats import StepRecord
@@ -128,7 +129,10 @@ class Decoding:
 
     def _likeliest(self, logp: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [n, k] and float32 [n, k]: the likeliest tokens of each row, and their log p."""
-        top = logp.topk(min(self._top_k or 0, logp.shape[-1]), dim=-1)
+        if not self._top_k:
+            none = torch.empty(logp.shape[0], 0)
+            return none.to(torch.int64), none
+        top = logp.topk(min(self._top_k, logp.shape[-1]), dim=-1)
         return top.indices.cpu(), top.values.cpu()
 
     def step(self) -> Step:
@@ -138,8 +142,7 @@ class Decoding:
         draft = self._drafting.draft()
         tree = draft.tree
         logits = self._forward(tree, n_kv)
-        # One column tells: a NaN in a node's state is in all its logits.
-        if bool(logits[:, 0].isnan().any()):
+        if has_nan(logits):
             tree, logits = self._without_draft(tree, logits)
         with parts.watch.stage("verify"):
             target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
@@ -152,21 +155,24 @@ class Decoding:
             self._noise.forget_before(len(self.history.tokens))
             top, tree_top = None, None
             if self._top_k is not None:
-                rows = [ROOT, *verdict.path][: len(tokens)]
+                rows = torch.tensor([ROOT, *verdict.path][: len(tokens)], device=logits.device)
                 if self._wants_tree_top:
                     logp = _logp(logits)
                     every = self._likeliest(logp)
                     tree_top = TreeTop(tree.token, *every)
-                    likeliest = (every[0][rows], every[1][rows])
+                    places = rows.cpu()
+                    likeliest = (every[0][places], every[1][places])
                     top = TargetTop(_chosen(logp[rows], tokens), *likeliest)
                 else:
                     top = self._top(logits[rows], tokens)
             # A first chain already sits where it belongs.
-            moved = [(i, j + 1) for j, i in enumerate(path) if i != j + 1]
+            moved = [(i, j) for j, i in enumerate(path, 1) if i != j]
             if moved and self.finish_reason is None:
-                source, place = torch.tensor(moved).T
-                parts.target.move_(self.cache.content, n_kv + source, n_kv + place)
-        nodes = tree.node[list(path)].tolist()
+                source = torch.tensor([n_kv + i for i, _ in moved])
+                place = torch.tensor([n_kv + j for _, j in moved])
+                parts.target.move_(self.cache.content, source, place)
+        number, held = tree.node.tolist(), tree.proposers.tolist()
+        nodes, proposers = [number[i] for i in path], [held[i] for i in path]
         if self.finish_reason is None:
             commit = Commit(tuple(tokens), tuple(nodes), top, tree_top)
             for drafter in parts.drafters:
@@ -176,7 +182,6 @@ class Decoding:
         n = len(parts.drafters)
         source = tree.source.tolist()
         accepted = tuple(source[i] for i in path)
-        proposers = tree.proposers[list(path)].tolist()
         record = StepRecord(
             n_new=len(tokens),
             n_path=len(verdict.path),
@@ -200,13 +205,15 @@ class Decoding:
     def _forward(self, tree: TokenTree, n_kv: int) -> Tensor:
         """float [N, V]: one forward of the target over the tree."""
         n = len(tree)
-        rows = torch.arange(n_kv, n_kv + n)
-        visible = torch.ones(n, n_kv + n, dtype=torch.bool)
-        visible[:, n_kv:] = tree.ancestors
-        positions = n_kv + tree.depth
+        visible = np.ones((n, n_kv + n), dtype=np.bool_)
+        visible[:, n_kv:] = tree.ancestors.numpy()
         with self.parts.watch.stage("target"):
             return self.parts.target.forward(
-                self.cache.content, tree.token, rows, positions, visible
+                self.cache.content,
+                tree.token,
+                torch.from_numpy(np.arange(n_kv, n_kv + n)),
+                torch.from_numpy(n_kv + tree.depth.numpy()),
+                torch.from_numpy(visible),
             )
 
     def _without_draft(self, tree: TokenTree, logits: Tensor) -> tuple[TokenTree, Tensor]:
@@ -227,7 +234,7 @@ class Decoding:
         drawn = None if tree.ledger is None else tree.ledger.of_root()
         bare = replace(TokenTree.root_only(text[-1]), ledger=drawn)
         logits = self._forward(bare, len(text) - 1)
-        self._own_nan = bool(logits[:, 0].isnan().any())
+        self._own_nan = has_nan(logits)
         notice = (
             f"target {target.name!r} gives NaN for this text"
             if self._own_nan

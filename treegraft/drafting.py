@@ -176,11 +176,15 @@ class Drafting:
                 break
             n_reached.append(reached.shape[0])
             # A layer that found nothing leaves the frontier to the next drafter.
-            if reached.shape[0]:
-                frontier = reached
+            frontier = reached if reached.shape[0] else self._living(frontier)
             if not frontier.shape[0]:
                 break
         return layers
+
+    def _living(self, frontier: Tensor) -> Tensor:
+        """``frontier`` without the nodes that a graft has taken out; the root if none is left."""
+        living = frontier[self._tree.alive[frontier]]
+        return living if living.shape[0] or not frontier.shape[0] else torch.tensor([ROOT])
 
     def _choose(
         self, layer: int, calls: Sequence[int], frontier: Tensor, reached: Sequence[int]
@@ -216,9 +220,10 @@ class Drafting:
         for i in (*riders, index):
             if i == index and self.within_limit(index) != index:
                 return Touched(frontier, torch.zeros_like(frontier)), riders, False
+            where = self._living(frontier) if visits else frontier
             with named("graft", parts.graft, "visit"):
                 visits.append(
-                    parts.graft.visit(tree, parts.drafters[i], i, frontier, parts.builder.width)
+                    parts.graft.visit(tree, parts.drafters[i], i, where, parts.builder.width)
                 )
         if not riders:
             return visits[0], (), True
@@ -250,7 +255,7 @@ class Drafting:
         root, last = int(tree.token[ROOT]), self.history.tokens[-1]
         if root != last:
             raise TreeError(f"the draft tree's root must hold the last token {last}, found {root}")
-        budget, deepest = self.parts.builder.budget, int(tree.depth.max())
+        budget, deepest = self.parts.builder.budget, int(tree.depth.numpy().max())
         if len(tree) > budget + 1:
             raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
         if deepest > max_depth:
@@ -286,7 +291,11 @@ class Drafting:
     def _has_room(self, index: int) -> bool:
         """Whether text and tree lie within the context of a drafter."""
         limit = self.parts.drafters[index].limit
-        return limit is None or len(self.history.tokens) + int(self.tree.depth.max()) <= limit
+        n_text, tree = len(self.history.tokens), self.tree
+        # A tree is not deeper than it has nodes; the look at all depths is for the last stretch.
+        if limit is None or n_text + tree.n_nodes <= limit:
+            return True
+        return n_text + int(tree.depth.numpy().max()) <= limit
 
 
 def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:
@@ -295,5 +304,5 @@ def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:
 
 
 def _count_bits(proposers: Tensor, n_drafters: int) -> tuple[int, ...]:
-    bits = proposers.numpy()[:, None] >> np.arange(n_drafters) & 1
-    return tuple(bits.sum(0).tolist())
+    held = proposers.numpy()
+    return tuple(int(np.count_nonzero(held & 1 << i)) for i in range(n_drafters))

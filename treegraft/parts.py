@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from treegraft.core.errors import PolicyError, TreegraftError
 from treegraft.core.language_model import LanguageModel
@@ -40,14 +40,30 @@ class Parts:
     leftover: bool = False
 
 
-@contextmanager
-def named(role: str, part: object, method: str) -> Iterator[None]:
-    """Turn whatever a policy raises into one line that says whose fault it is."""
-    try:
-        yield
-    except TreegraftError:
-        raise
-    except Exception as error:
-        raise PolicyError(
-            f"{role} {type(part).__name__!r} failed in {method}: {type(error).__name__}: {error}"
-        ) from error
+def named(role: str, part: object, method: str) -> _Named:
+    """A context: turn whatever a policy raises into one line that says whose fault it is."""
+    return _Named(role, part, method)
+
+
+class _Named:
+    """A class and not a generator: a step enters some ten of them."""
+
+    __slots__ = ("_method", "_part", "_role")
+
+    def __init__(self, role: str, part: object, method: str) -> None:
+        self._role, self._part, self._method = role, part, method
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TreegraftError):
+            raise PolicyError(
+                f"{self._role} {type(self._part).__name__!r} failed in {self._method}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import index
@@ -357,12 +357,14 @@ def _own_modes() -> Iterator[None]:
 
     Held around each step and never across a yield, where the modes are the caller's.
     """
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        # As a context a device slows every call down, so it is entered only where it matters.
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        yield
+    with torch.no_grad():
+        # As a context a device slows every call down, so it is entered only where it matters; and
+        # an empty tensor tells the default device sooner than torch's own question for it.
+        if torch.empty(0).is_cpu:
+            yield
+        else:
+            with torch.device("cpu"):
+                yield
 
 
 def build_pipeline(

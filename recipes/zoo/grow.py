@@ -32,6 +32,13 @@ def grow_(deep: LlamaForCausalLM, shallow: LlamaForCausalLM) -> None:
         source = index * before // after
         block.load_state_dict(shallow.model.layers[source].state_dict())
         if source == last:
-            block.self_attn.o_proj.weight.zero_()
-            block.mlp.down_proj.weight.zero_()
+            silence_(block)
         last = source
+
+
+@torch.no_grad()
+def silence_(block: torch.nn.Module) -> None:
+    """Set a block's output projections to zero: it then adds exactly nothing to the stream."""
+    for projection in (block.self_attn.o_proj, block.mlp.down_proj):
+        for parameter in projection.parameters():
+            parameter.zero_()

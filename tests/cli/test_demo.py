@@ -85,7 +85,12 @@ def test_texts_shrink_to_fit_the_time(treegraft, monkeypatch):
 
 
 @pytest.mark.usefixtures("tiny_catalog")
-@pytest.mark.parametrize("example", ["never", "always", "mixed", "zoo", "own_policy", "calibrated"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        *("never", "always", "mixed", "zoo", "own_policy", "calibrated", "four_drafters"),
+    ],
+)
 def test_examples_decode_what_plain_decoding_does(treegraft, monkeypatch, example):
     monkeypatch.syspath_prepend(str(ROOT))
     ask = ("-p", "one two three, one", "-n", 10)

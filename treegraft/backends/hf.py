@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -72,6 +73,9 @@ class HFLanguageModel(LanguageModel):
         self._lowest = torch.finfo(report.dtype).min
         self._shown = torch.zeros((), dtype=report.dtype, device=self.device)
         self._hidden = torch.full_like(self._shown, self._lowest)
+        # numpy's type of the mask, where numpy can build it.
+        kinds = {torch.float32: np.float32, torch.float64: np.float64}
+        self._host_dtype = kinds.get(report.dtype) if self.device.type == "cpu" else None
         self._probe()
         if self_test:
             self._self_test()
@@ -178,9 +182,15 @@ class HFLanguageModel(LanguageModel):
 
     def _additive(self, seen: Tensor, span: int) -> Tensor:
         """Bool [n, K] to 0 where True, lowest where False and in the columns K..span."""
+        n, n_seen = seen.shape
+        if self._host_dtype is not None:
+            # Right after a forward every call of torch is a cold one; numpy's are shorter.
+            lowest = np.full((1, 1, n, span), self._lowest, self._host_dtype)
+            np.copyto(lowest[0, 0, :, :n_seen], 0, where=seen.numpy())
+            return torch.from_numpy(lowest)
         added = torch.where(seen, self._shown, self._hidden)
-        if seen.shape[1] != span:
-            added = torch.nn.functional.pad(added, (0, span - seen.shape[1]), value=self._lowest)
+        if n_seen != span:
+            added = torch.nn.functional.pad(added, (0, span - n_seen), value=self._lowest)
         return added.expand(1, 1, -1, -1)
 
     @contextmanager

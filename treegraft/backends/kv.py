@@ -242,16 +242,17 @@ class KVSlab(Cache):  # type: ignore[misc]
 
         Rows that stay in place are left out where the row numbers are known on the host.
         """
-        if not source.is_cuda and not target.is_cuda:
-            stays = source == target
-            if stays.any():
-                source, target = source[~stays], target[~stays]
-            if source.numel() == 0:
+        if source.device.type == "cpu" and target.device.type == "cpu":
+            old, new = source.tolist(), target.tolist()
+            moved = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
+            if not moved:
                 return
-            last = max(int(source.max()), int(target.max()))
-            if last >= self.n_rows or min(int(source.min()), int(target.min())) < 0:
+            if len(moved) != len(old):
+                source, target = (torch.tensor(column) for column in zip(*moved, strict=True))
+            named = [row for pair in moved for row in pair]
+            if max(named) >= self.n_rows or min(named) < 0:
                 raise CapacityError(
-                    f"the KV cache has {self.n_rows} rows and a move names row {last}: "
+                    f"the KV cache has {self.n_rows} rows and a move names row {max(named)}: "
                     "rows are 0 to the number of rows less one"
                 )
         for store, axis in self._stores():

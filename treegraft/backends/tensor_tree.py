@@ -38,6 +38,8 @@ class TensorTree(TreeBackend):
         self._q: list[Tensor] = []
         # Nodes that are verified whatever they score: drawn under, or above such a node.
         self._bound: set[int] = {ROOT}
+        # Whether some node may not be alive.
+        self._taken_out = False
         self._open(n_slots)
 
     def _open(self, n_slots: int) -> None:
@@ -122,6 +124,7 @@ class TensorTree(TreeBackend):
         if self._draws:
             self._draws, self._q, self._bound = [], [], {ROOT}
         self._child.clear()
+        self._taken_out = False
         self._token[ROOT] = token
         self._lineage[ROOT] = False
         self._lineage[ROOT, ROOT] = True
@@ -159,7 +162,7 @@ class TensorTree(TreeBackend):
         nodes = np.full((n_paths, length), -1, dtype=np.int64)
         alive: NDArray[np.int64] = np.arange(n_paths)
         above = proposals.positions.numpy()
-        if not self._alive[above].all():
+        if self._taken_out and not self._alive[above].all():
             lost = above[~self._alive[above]]
             raise TreeError(f"paths cannot hang under node {lost[0]}, which was taken out")
         self._visited[above] |= 1 << source
@@ -171,19 +174,22 @@ class TensorTree(TreeBackend):
                 alive = np.setdiff1d(alive, refused)
                 above = above[alive]
         stale = False
-        for step in range(length):
-            token = tokens[alive, step]
-            valid = (token >= 0) & (token < self._vocab_size)
-            valid &= self._depth[above] < self._max_depth
-            if not valid.all():
-                alive, above, token = alive[valid], above[valid], token[valid]
-            if alive.shape[0] == 0:
-                break
-            above, changed = self._add_level_(above, token, scores[alive, step], source, overwrite)
-            nodes[alive, step] = above
-            stale = stale or changed
-        if stale:
-            self._accumulate_()
+        # A sum below what float32 holds is -inf, and no reason for a warning.
+        with np.errstate(over="ignore"):
+            for step in range(length):
+                token = tokens[alive, step]
+                valid = (token >= 0) & (token < self._vocab_size)
+                valid &= self._depth[above] < self._max_depth
+                if not valid.all():
+                    alive, above, token = alive[valid], above[valid], token[valid]
+                if alive.shape[0] == 0:
+                    break
+                score = scores[alive, step]
+                above, changed = self._add_level_(above, token, score, source, overwrite)
+                nodes[alive, step] = above
+                stale = stale or changed
+            if stale:
+                self._accumulate_()
         if drawn:
             self._note_(proposals, drawn, nodes[:, 0], since)
         return torch.from_numpy(nodes)
@@ -229,8 +235,6 @@ class TensorTree(TreeBackend):
                 )
             )
 
-    # A sum below what float32 holds is -inf, and no reason for a warning.
-    @np.errstate(over="ignore")
     def _add_level_(
         self,
         above: NDArray[np.int64],
@@ -243,55 +247,68 @@ class TensorTree(TreeBackend):
         n, child = self._n, self._child
         listed: list[int] = []
         first: list[int] = []  # entries that brought a new node
-        for i, key in enumerate((above * self._vocab_size + token).tolist()):
+        best: dict[int, float] = {}  # several entries may score one node: the highest counts
+        keys = (above * self._vocab_size + token).tolist()
+        for i, (key, own) in enumerate(zip(keys, score.tolist(), strict=True)):
             node = child.get(key)
             if node is None:
                 node = child[key] = n + len(first)
                 first.append(i)
             listed.append(node)
+            if own > best.get(node, -np.inf) or node not in best:
+                best[node] = own
         nodes = np.array(listed)
-        end = n + len(first)
-        # Several entries may score one node: the highest counts.
-        best = np.full(end, -np.inf, dtype=np.float32)
-        np.maximum.at(best, nodes, score)
         if first:
+            end = n + len(first)
             if end > self._token.shape[0]:
                 self._grow(end)
-            parent, own, new = above[first], best[n:], slice(n, end)
-            self._token[new] = token[first]
+            whole = len(first) == len(listed)
+            parent, new = (above if whole else above[first]), slice(n, end)
+            edge = score if whole else np.array([best[node] for node in range(n, end)], np.float32)
+            self._token[new] = token if whole else token[first]
             self._parent[new] = parent
             self._depth[new] = self._depth[parent] + 1
             self._source[new] = source
-            self._scorer[new] = source if overwrite else np.where(own > -np.inf, source, NOBODY)
-            self._edge[new] = own
-            self._logprob[new] = self._logprob[parent] + own
+            self._scorer[new] = source if overwrite else np.where(edge > -np.inf, source, NOBODY)
+            self._edge[new] = edge
+            self._logprob[new] = self._logprob[parent] + edge
             self._visited[new] = 0
             self._alive[new] = True
-            self._proposers[new] = 0
-            self._lineage[new] = self._lineage[parent]
-            diagonal = np.arange(n, end)
-            self._lineage[diagonal, diagonal] = True
+            self._proposers[new] = 1 << source
+            # Only the columns in use: those behind them are False, and rows are as wide as S.
+            self._lineage[new, :end] = self._lineage[parent, :end]
+            self._lineage[new, n:end].flat[:: end - n + 1] = True
             self._n = end
-        old = nodes[nodes < n]
-        lost = old[~self._alive[old]]
-        self._proposers[lost] = 0
-        self._proposers[nodes] |= 1 << source
-        if old.shape[0] == 0:
+            if whole:
+                return nodes, False
+        held = [node for node in best if node < n]
+        if not held:
             return nodes, False
+        return nodes, self._add_scores_(held, best, source, overwrite)
+
+    def _add_scores_(
+        self, held: list[int], best: dict[int, float], source: int, overwrite: bool
+    ) -> bool:
+        """Score nodes that were there before; returns whether a score changed."""
+        old = np.array(held)
+        own = np.array([best[node] for node in held], dtype=np.float32)
+        lost = old[~self._alive[old]] if self._taken_out else old[:0]
         if lost.shape[0]:
             self._alive[lost] = True
             self._source[lost] = source
             self._edge[lost] = -np.inf
             self._scorer[lost] = source if overwrite else NOBODY
             self._visited[lost] = 0
+            self._proposers[lost] = 0
+        self._proposers[old] |= 1 << source
         if not overwrite:
-            old = old[(self._edge[old] == -np.inf) & (best[old] > -np.inf)]
-        changed = lost.shape[0] > 0 or bool((self._edge[old] != best[old]).any())
-        self._edge[old] = best[old]
+            fills = (self._edge[old] == -np.inf) & (own > -np.inf)
+            old, own = old[fills], own[fills]
+        changed = lost.shape[0] > 0 or bool((self._edge[old] != own).any())
+        self._edge[old] = own
         self._scorer[old] = source
-        return nodes, changed
+        return changed
 
-    @np.errstate(over="ignore")
     def _accumulate_(self) -> None:
         """Sum the scores of every path, top down.
 
@@ -309,7 +326,8 @@ class TensorTree(TreeBackend):
         n = self._n
         self._edge[1:n] = _own(logprobs)[1:]
         self._scorer[1:n] = source
-        self._accumulate_()
+        with np.errstate(over="ignore"):
+            self._accumulate_()
 
     def keep_(self, nodes: Tensor) -> None:
         n, wanted = self._n, nodes.numpy()
@@ -320,12 +338,15 @@ class TensorTree(TreeBackend):
         kept = np.logical_or.reduce(self._lineage[wanted, :n], axis=0)
         kept[list(self._bound)] = True
         self._alive[:n] &= kept
+        self._taken_out = True
 
     def best(
         self, width: int, min_depth: int, max_depth: int, unvisited_by: int | None = None
     ) -> Tensor:
         depth = self._depth[: self._n]
-        eligible = self._alive[: self._n] & (depth >= min_depth) & (depth <= max_depth)
+        eligible = (depth >= min_depth) & (depth <= max_depth)
+        if self._taken_out:
+            eligible &= self._alive[: self._n]
         if unvisited_by is not None:
             eligible &= self._visited[: self._n] & (1 << unvisited_by) == 0
         nodes = eligible.nonzero()[0]
@@ -343,7 +364,8 @@ class TensorTree(TreeBackend):
         # A child never outscores its parent and is numbered after it, so a stable sort keeps every
         # kept node's ancestors, and sorting the kept numbers puts parents first.
         order = _falling(self._logprob[: self._n])
-        order = order[self._alive[order]]
+        if self._taken_out:
+            order = order[self._alive[order]]
         if self._draws:
             if len(self._bound) > budget + 1:
                 raise TreeError(
@@ -411,9 +433,8 @@ def _own(logprobs: Tensor) -> NDArray[np.float32]:
     """float32 scores: NaN is no score, and nothing is likelier than certain."""
     scores = logprobs.detach().to(torch.float32).numpy()
     own: NDArray[np.float32] = np.minimum(scores, np.float32(0.0))
-    unknown = np.isnan(own)
-    if unknown.any():
-        own[unknown] = -np.inf
+    if own.size and np.isnan(own.min()):  # a minimum passes NaN on
+        own[np.isnan(own)] = -np.inf
     return own
 
 

@@ -11,7 +11,7 @@ from treegraft.core.errors import ConfigError
 from treegraft.pipeline import Pipeline
 from treegraft.prompts import Prompt
 
-__all__ = ["default_prompts"]
+__all__ = ["default_prompts", "is_the_zoos"]
 
 _TEXTS = (
     "def parse_args(argv):\n    parser = argparse.ArgumentParser()\n",
@@ -34,7 +34,7 @@ def default_prompts(pipeline: Pipeline, n_tokens: int) -> list[Prompt]:
     if target.max_positions is not None:
         room = max(1, target.max_positions - n_tokens, target.max_positions // 2)
     if pipeline.tokenizer is not None:
-        if _is_the_zoos(pipeline.tokenizer):
+        if is_the_zoos(pipeline.tokenizer):
             from treegraft.bench.demo import demo_prompts
 
             prompts = demo_prompts(per_kind=1)
@@ -59,7 +59,8 @@ def default_prompts(pipeline: Pipeline, n_tokens: int) -> list[Prompt]:
     return random
 
 
-def _is_the_zoos(tokenizer: Any) -> bool:
+def is_the_zoos(tokenizer: Any) -> bool:
+    """Whether a tokenizer's ids mean what the zoo's mean, so that the shipped prompts fit it."""
     from treegraft.backends.hf import load_tokenizer
     from treegraft.zoo.catalog import PREFIX, zoo_names
 

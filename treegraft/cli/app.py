@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from treegraft import __version__
+from treegraft.cli.bench import bench
 from treegraft.cli.check import check
 from treegraft.cli.compare import compare
 from treegraft.cli.datastore import datastore
@@ -41,6 +42,7 @@ for _command in (demo, generate, compare, check, describe, components, schema):
     app.command()(_command)
 app.add_typer(datastore, name="datastore")
 app.add_typer(schedule, name="schedule")
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 __all__ = [
@@ -198,11 +199,11 @@ def progress(label: str, total: int | None, shown: bool = True) -> Iterator[Tick
 
 
 @contextmanager
-def working(label: str) -> Iterator[None]:
-    """Say on a terminal what is going on while nothing can be counted."""
+def working(label: str) -> Iterator[Callable[[str], None]]:
+    """Say on a terminal what is going on while nothing can be counted; yields what changes it."""
     console = stderr()
     if not console.is_terminal:
-        yield
+        yield lambda _: None
         return
-    with console.status(label):
-        yield
+    with console.status(label) as status:
+        yield lambda text: status.update(escape(text))

@@ -16,17 +16,26 @@ if TYPE_CHECKING:
     from treegraft.scheduling.evaluate import Evaluation
     from treegraft.scheduling.fit import Fitted
 
-__all__ = ["check_report", "comparison_report", "evaluation_report", "fit_report", "slower_in_words", "statistics_report"]
+__all__ = [
+    "check_report",
+    "comparison_report",
+    "evaluation_report",
+    "fit_report",
+    "new_table",
+    "slower_in_words",
+    "statistics_report",
+    "text_row",
+]
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     return table
 
 
-def _row(table: Table, *cells: str) -> None:
+def text_row(table: Table, *cells: str) -> None:
     # Text and not str: names of models may hold what rich takes for markup.
     table.add_row(*(Text(cell) for cell in cells))
 
@@ -47,7 +56,7 @@ def comparison_report(comparison: Comparison) -> Group:
 
 
 def _speed(summaries: list[ArmSummary], base: str) -> Table:
-    table = _table(
+    table = new_table(
         "Speed (tokens per second of decoding, prefill included)",
         "config",
         "tokens/s",
@@ -61,7 +70,7 @@ def _speed(summaries: list[ArmSummary], base: str) -> Table:
     )
     for s in summaries:
         n = len(s.differences)
-        _row(
+        text_row(
             table,
             s.name,
             f"{s.statistics.tokens_per_second:.1f}",
@@ -78,25 +87,25 @@ def _speed(summaries: list[ArmSummary], base: str) -> Table:
 
 def _seconds(summaries: list[ArmSummary]) -> Table:
     stages = list(summaries[0].seconds)
-    table = _table("Shares of the seconds", "config", "seconds", *stages, "no forward")
+    table = new_table("Shares of the seconds", "config", "seconds", *stages, "no forward")
     for s in summaries:
         total = sum(s.seconds.values())
         shares = [f"{seconds / max(total, 1e-9):.0%}" for seconds in s.seconds.values()]
         overhead = f"{s.statistics.overhead_share:.0%}"
-        _row(table, s.name, f"{total:.2f}", *shares, overhead)
+        text_row(table, s.name, f"{total:.2f}", *shares, overhead)
     table.caption = "no forward: neither in a forward of the target (prefill too) nor of a drafter"
     table.caption_justify = "left"
     return table
 
 
 def _drafters(summaries: list[ArmSummary]) -> Table:
-    table = _table(
+    table = new_table(
         "Drafters (nodes by the drafter that proposed them first)", "config", *_DRAFTER_COLUMNS
     )
     table.columns[1].justify = "left"
     for s in summaries:
         for name, figures in _by_drafter(s.statistics).items():
-            _row(table, s.name, name, *figures)
+            text_row(table, s.name, name, *figures)
     table.caption = (
         "proposed: as the first or after others; alone: accepted, and proposed by nobody else; by "
         "depth: accepted at depth 1, 2, ..."
@@ -137,10 +146,10 @@ def _by_drafter(statistics: Statistics) -> dict[str, tuple[str, ...]]:
 
 def _kinds(comparison: Comparison) -> Table:
     base, *others = comparison.arms
-    table = _table(f"Ratio to {base} by kind of prompt", "kind", "prompts", *others)
+    table = new_table(f"Ratio to {base} by kind of prompt", "kind", "prompts", *others)
     for kind, n in comparison.kinds.items():
         ratios = [f"{comparison.ratio(arm, kind).total:.2f}" for arm in others]
-        _row(table, kind, str(n), *ratios)
+        text_row(table, kind, str(n), *ratios)
     return table
 
 
@@ -175,9 +184,9 @@ def statistics_report(statistics: Statistics) -> Group:
     seconds = ", ".join(f"{k} {v:.3f}" for k, v in stage_seconds(statistics).items())
     parts: list[Table | Text] = [table, Text(f"seconds: {seconds}")]
     if statistics.drafters:
-        drafters = _table("", *_DRAFTER_COLUMNS)
+        drafters = new_table("", *_DRAFTER_COLUMNS)
         for name, cells in _by_drafter(statistics).items():
-            _row(drafters, name, *cells)
+            text_row(drafters, name, *cells)
         parts.append(drafters)
     return Group(*parts)
 
@@ -189,12 +198,14 @@ _MOST_TIES = 3
 def check_report(check: Check) -> Group:
     """One row per prompt and mode, then every fault and the first ties of each text in words."""
     columns = ("prompt", "mode", "verdict", "tokens", "drafted", "ties")
-    table = _table("Drafted tokens against plain decoding", *columns)
+    table = new_table("Drafted tokens against plain decoding", *columns)
     table.columns[1].justify = table.columns[2].justify = "left"
     remarks: list[str] = []
     for v in check.verdicts:
         verdict = "FAULT" if v.fault is not None else v.verdict
-        _row(table, v.prompt, v.mode, verdict, *map(str, (v.n_tokens, v.n_accepted, len(v.ties))))
+        text_row(
+            table, v.prompt, v.mode, verdict, *map(str, (v.n_tokens, v.n_accepted, len(v.ties)))
+        )
         where = f"{v.prompt}, {v.mode}"
         remarks += [f"tie in {where}: {_deviation(tie)}" for tie in v.ties[:_MOST_TIES]]
         if len(v.ties) > _MOST_TIES:
@@ -241,10 +252,10 @@ def _origin(origin: Origin) -> str:
 def fit_report(fitted: Fitted) -> Group:
     """Predicted tokens per second of every split, by scheduler."""
     arms = ("never", "always", "best_fixed", "value", "oracle")
-    table = _table("Tokens per second, as the cost model predicts", "split", "steps", *arms, "share")
+    table = new_table("Tokens per second, as the cost model predicts", "split", "steps", *arms, "share")
     for name, metrics in fitted.metrics.items():
         rates = [f"{metrics[arm]:.1f}" for arm in arms]
-        _row(table, name, f"{metrics['steps']:.0f}", *rates, f"{metrics['oracle_share']:.0%}")
+        text_row(table, name, f"{metrics['steps']:.0f}", *rates, f"{metrics['oracle_share']:.0%}")
     calls = ", ".join(fitted.best_fixed) or "no drafting"
     return Group(
         table,
@@ -257,7 +268,7 @@ def evaluation_report(evaluation: Evaluation) -> Group:
     """A fitted scheduler by suite, who drafted in which layer, and how far the costs are right."""
     data = evaluation.as_dict()
     columns = ("suite", "x paper", "x better", "best fixed", "oracle", "share", "tokens")
-    table = _table("value over the better endpoint (measured; oracle and share predicted)", *columns)
+    table = new_table("value over the better endpoint (measured; oracle and share predicted)", *columns)
     keys = (
         "value_to_paper_endpoint",
         "value_to_better_endpoint",
@@ -267,14 +278,14 @@ def evaluation_report(evaluation: Evaluation) -> Group:
     for suite, figures in {**data["suites"], "mean": data["mean"]}.items():
         shown = ["-" if figures[key] is None else f"{figures[key]:.2f}" for key in keys]
         share = "-" if figures["oracle_share"] is None else f"{figures['oracle_share']:.0%}"
-        _row(table, suite, *shown, share, "identical" if figures["identical"] else "DIFFER")
-    speed = _table("Decoding", "scheduler", "tokens/s", "tokens/call", "predicted/measured", "calls")
+        text_row(table, suite, *shown, share, "identical" if figures["identical"] else "DIFFER")
+    speed = new_table("Decoding", "scheduler", "tokens/s", "tokens/call", "predicted/measured", "calls")
     for arm in evaluation.comparison.arms:
         error = data["predicted_over_measured"].get(arm)
         calls = " ".join(
             "/".join(str(n) for n in layer.values()) for layer in data["calls_by_layer"][arm]
         )
-        _row(
+        text_row(
             speed,
             arm,
             f"{data['tokens_per_second'][arm]:.1f}",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -24,20 +23,40 @@ def guard(drafter: Drafter, name: str, watch: Stopwatch) -> Drafter:
     return _GuardedDrafter(drafter, boundary)
 
 
+class _Call:
+    """Charges the time inside to the drafter and turns what it raises into one line."""
+
+    __slots__ = ("_boundary", "_method")
+
+    def __init__(self, boundary: _Boundary, method: str) -> None:
+        self._boundary = boundary
+        self._method = method
+
+    def __enter__(self) -> None:
+        self._boundary.watch.enter(self._boundary.stage)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._boundary.watch.leave()
+        if isinstance(error, Exception):
+            raise DrafterError(
+                f"drafter {self._boundary.name!r} failed in {self._method}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
 class _Boundary:
     def __init__(self, name: str, watch: Stopwatch) -> None:
         self.name = name
+        self.stage = DRAFTER + name
         self.watch = watch
 
-    @contextmanager
-    def call(self, method: str) -> Iterator[None]:
-        with self.watch.stage(DRAFTER + self.name):
-            try:
-                yield
-            except Exception as error:
-                raise DrafterError(
-                    f"drafter {self.name!r} failed in {method}: {type(error).__name__}: {error}"
-                ) from error
+    def call(self, method: str) -> _Call:
+        return _Call(self, method)
 
     def propose(
         self, drafter: Drafter, tree: TreeBackend, positions: Tensor, width: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from math import isnan
 from typing import Any
 
 import torch
@@ -94,3 +95,12 @@ def extend(
         places = torch.arange(n_kv + offset, n_kv + offset + len(part))
         visible = torch.arange(int(places[-1]) + 1)[None, :] <= places[:, None]
         yield offset, model.forward(cache, part, places, places, visible, last_only=last_only)
+
+
+def has_nan(logits: Tensor) -> bool:
+    """Whether a row of logits float [n, V] is NaN.
+
+    One column tells, because a NaN in a token's state is in all its logits; and one copy to the
+    host costs less than three reductions that nobody has called since the last forward.
+    """
+    return any(map(isnan, logits[:, 0].tolist()))

@@ -267,10 +267,12 @@ class TargetDistribution:
         Not to be written to. Below a token that ends the text, which nobody commits, other people's
         processors are not asked, and the row is the raw one.
         """
-        path = self.tree.path(index)
         processors = self.sampling.processors
         if processors is None:
+            # Walking up the tree for each row costs more than its argmax.
+            path = self.tree.path(index) if self._looks_back() else ()
             return process(self.logits[index], self.sampling, self.history, path)
+        path = self.tree.path(index)
         # Kept, because a processor is asked about a place only once.
         if index not in self._rows:
             row = self.logits[index]
@@ -278,6 +280,11 @@ class TargetDistribution:
                 row = process(row, self.sampling, self.history, path)
             self._rows[index] = row
         return self._rows[index]
+
+    def _looks_back(self) -> bool:
+        """Whether a setting other than a processor depends on the path to a node."""
+        sampling = self.sampling
+        return sampling.repetition_penalty != 1.0 or sampling.min_new_tokens > 0
 
     def position(self, index: int) -> int:
         """Place in the text of the token that follows node ``index``."""

@@ -79,8 +79,9 @@ class StepRecord:
 
     def with_seconds(self, more: dict[str, float]) -> StepRecord:
         """The record with time added that the step took after it was written."""
-        stages = {*self.seconds, *more}
-        total = {stage: self.seconds.get(stage, 0.0) + more.get(stage, 0.0) for stage in stages}
+        total = dict(self.seconds)
+        for stage, seconds in more.items():
+            total[stage] = total.get(stage, 0.0) + seconds
         return replace(self, seconds=total)
 
 

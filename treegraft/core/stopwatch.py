@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
+from types import TracebackType
 
 HOST = "host"
 DRAFTER = "drafter:"
@@ -27,16 +26,19 @@ class Stopwatch:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
         self._since = now
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Charge the time inside to ``name``, and not to the stage around it."""
+    def stage(self, name: str) -> _Stage:
+        """A context: charge the time inside to ``name``, and not to the stage around it."""
+        return _Stage(self, name)
+
+    def enter(self, name: str) -> None:
+        """Open a stage; ``leave`` closes it."""
         self._charge()
         self._stages.append(name)
-        try:
-            yield
-        finally:
-            self._charge()
-            self._stages.pop()
+
+    def leave(self) -> None:
+        """Close the stage that was opened last."""
+        self._charge()
+        self._stages.pop()
 
     def lap(self) -> dict[str, float]:
         """Seconds by stage since the last lap; starts the next one."""
@@ -47,3 +49,24 @@ class Stopwatch:
     def skip(self) -> None:
         """Forget the time since the last charge (a caller held the generator, not we)."""
         self._since = perf_counter()
+
+
+class _Stage:
+    """A class and not a generator: a step enters some forty contexts."""
+
+    __slots__ = ("_name", "_watch")
+
+    def __init__(self, watch: Stopwatch, name: str) -> None:
+        self._watch = watch
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._watch.enter(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.leave()

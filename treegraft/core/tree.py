@@ -97,20 +97,21 @@ class Proposals:
             )
         for name in ("positions", "tokens", "match"):
             dtype = getattr(self, name).dtype
-            if dtype != torch.int64:
+            if dtype is not torch.int64:
                 raise TreeError(f"proposals need {name} of type int64, found {dtype}")
         if not self.logprobs.is_floating_point():
             raise TreeError(f"proposals need logprobs of a float type, found {self.logprobs.dtype}")
         for name in ("positions", "tokens", "logprobs", "match", "draw", "q"):
             column = getattr(self, name)
-            if column is not None and column.device.type != "cpu":
+            if column is not None and not column.is_cpu:
                 raise TreeError(f"proposals must be on the cpu, found {name} on {column.device}")
         if n_paths == 0:
             return
-        match, positions = self.match.numpy(), self.positions.numpy()
-        if match.min() < 0:
-            raise TreeError(f"proposal match must be 0 or more, found {match.min()}")
-        if positions.min() < 0 or positions.max() >= n_nodes:
+        # Lists: for a handful of paths a reduction of numpy costs more than Python's.
+        match, positions = self.match.tolist(), self.positions.tolist()
+        if min(match) < 0:
+            raise TreeError(f"proposal match must be 0 or more, found {min(match)}")
+        if min(positions) < 0 or max(positions) >= n_nodes:
             raise TreeError(
                 f"proposal positions must be nodes 0..{n_nodes - 1}, found "
                 f"{self.positions.tolist()}"
@@ -248,16 +249,17 @@ class TokenTree:
     @staticmethod
     def root_only(token: int) -> TokenTree:
         """The tree of plain decoding: the last committed token and nothing else."""
-        zero = torch.zeros(1, dtype=torch.int64)
+        zero = torch.from_numpy(np.zeros(1, dtype=np.int64))
+        nobody = torch.from_numpy(np.array([NOBODY]))
         return TokenTree(
-            token=torch.tensor([token]),
+            token=torch.from_numpy(np.array([token])),
             parent=zero,
             depth=zero,
-            logprob=torch.zeros(1, dtype=torch.float32),
-            source=zero + NOBODY,
-            scorer=zero + NOBODY,
+            logprob=torch.from_numpy(np.zeros(1, dtype=np.float32)),
+            source=nobody,
+            scorer=nobody,
             proposers=zero,
-            ancestors=torch.ones(1, 1, dtype=torch.bool),
+            ancestors=torch.from_numpy(np.ones((1, 1), dtype=np.bool_)),
             node=zero,
         )
 

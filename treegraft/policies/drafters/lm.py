@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from treegraft.core.language_model import LanguageModel, extend
+from treegraft.core.language_model import LanguageModel, extend, has_nan
 from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
 from treegraft.core.sampling import keyed_gumbel
-from treegraft.core.tree import Proposals
+from treegraft.core.tree import ROOT, Proposals
 
 
 class LmConfig(BaseModel):
@@ -53,6 +53,7 @@ class LmConfig(BaseModel):
     )
 
 
+_N_NODES = 256  # room for nodes of the working tree, before it has to grow
 _RIDE = 16
 """Unread text up to this many tokens goes through the model together with the tree's nodes."""
 
@@ -90,12 +91,14 @@ class LmDrafter(ScoringDrafter):
     def _clear_tree(self) -> None:
         # Node -> its rank in reading order (-1: unread); its KV row is len(text) - 1 + rank, and
         # log q of what follows it is row rank of _logq, float32 [>= R, V] on the model's device.
-        self._rank: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._n_read = 0
+        self._n_nodes = self._n_read = 0
+        # The arrays have room for more nodes than there are, and are cut when they are read.
+        self._rank: NDArray[np.int64] = np.full(_N_NODES, -1, dtype=np.int64)
         # log q of each node so far, and which have one (not the root, whose entry says nothing); it
         # never changes while the committed text stands.
-        self._scores = torch.empty(0, dtype=torch.float32)
-        self._scored: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+        self._scores: NDArray[np.float32] = np.full(_N_NODES, -np.inf, dtype=np.float32)
+        self._scored: NDArray[np.bool_] = np.zeros(_N_NODES, dtype=np.bool_)
+        self._scored[ROOT] = True
         # Draws of this step, so that no two use the same noise.
         self._n_draws = 0
 
@@ -139,7 +142,7 @@ class LmDrafter(ScoringDrafter):
         if self._n_read:
             ranks: list[int] = []
             for node in commit.path:
-                if node >= self._rank.shape[0] or self._rank[node] < 0:
+                if node >= self._n_nodes or self._rank[node] < 0:
                     break
                 ranks.append(int(self._rank[node]))
             base = len(self._text) - 1
@@ -152,27 +155,29 @@ class LmDrafter(ScoringDrafter):
         self._clear_tree()
 
     def score(self, tree: TreeBackend) -> Tensor:
-        self._follow(tree)
+        n = self._follow(tree)
         alive = tree.alive.numpy()
         # Nodes that were taken out are not read for; one that comes back is scored then.
-        fresh = np.flatnonzero(alive & ~self._scored)
-        if fresh.shape[0] == 0:
-            return self._scores
-        parent, token = tree.parent.numpy()[fresh], tree.token.numpy()[fresh]
-        inner = np.zeros(tree.n_nodes, dtype=np.bool_)
-        inner[parent] = True
-        if (self._rank[inner] < 0).any():
-            leaves = np.flatnonzero(alive & ~inner & (self._rank < 0))
-            if leaves.shape[0] <= self._read_ahead:
-                inner[leaves] = True
-            self._read(tree, inner)
-        scores = self._logq[self._rank[parent], np.minimum(token, self._last_id)].cpu()
-        foreign = token > self._last_id
-        if foreign.any():  # an id that this model does not have cannot follow
-            scores[torch.from_numpy(foreign)] = -torch.inf
-        self._scores = self._scores.index_put((torch.from_numpy(fresh),), scores)
-        self._scored[fresh] = True
-        return self._scores
+        fresh = (alive & ~self._scored[:n]).nonzero()[0]
+        if fresh.shape[0]:
+            parent, token = tree.parent.numpy()[fresh], tree.token.numpy()[fresh]
+            unread = self._rank[:n] < 0
+            inner = np.zeros(n, dtype=np.bool_)
+            inner[parent] = True
+            if (inner & unread).any():
+                leaves = (alive & ~inner & unread).nonzero()[0]
+                if leaves.shape[0] <= self._read_ahead:
+                    inner[leaves] = True
+                self._read(tree, inner)
+            known = np.minimum(token, self._last_id)
+            place = self._rank[parent] * self._model.vocab_size + known
+            flat = self._logq.view(-1)
+            scores = flat.index_select(0, torch.from_numpy(place).to(flat.device)).cpu().numpy()
+            if token.max() > self._last_id:  # an id that this model does not have cannot follow
+                scores[token > self._last_id] = -np.inf
+            self._scores[fresh] = scores
+            self._scored[fresh] = True
+        return torch.from_numpy(self._scores[:n].copy())
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         self._follow(tree)
@@ -180,16 +185,17 @@ class LmDrafter(ScoringDrafter):
         wanted = np.zeros(tree.n_nodes, dtype=np.bool_)
         wanted[places] = True
         self._read(tree, wanted)
-        logq = self._logq[self._rank[places]]
+        ranks = torch.from_numpy(self._rank[places])
+        logq = self._logq.index_select(0, ranks.to(self._logq.device))
         if self._temperature > 0.0 and not bool(logq[:, 0].isnan().any()):
             return self._drawn(logq.cpu(), positions, width)
         top = logq.topk(min(width, self._model.vocab_size), dim=-1)
         k = top.indices.shape[-1]
         return Proposals(
-            positions.repeat_interleave(k),
-            top.indices.reshape(-1, 1).cpu(),
-            top.values.reshape(-1, 1).cpu(),
-            torch.zeros(len(places) * k, dtype=torch.int64),
+            torch.from_numpy(places.repeat(k)),
+            top.indices.view(-1, 1).cpu(),
+            top.values.view(-1, 1).cpu(),
+            torch.from_numpy(np.zeros(len(places) * k, dtype=np.int64)),
         )
 
     def _drawn(self, logq: Tensor, positions: Tensor, width: int) -> Proposals:
@@ -231,24 +237,26 @@ class LmDrafter(ScoringDrafter):
             q,
         )
 
-    def _follow(self, tree: TreeBackend) -> None:
-        """Take note of nodes that were added since the last call."""
-        n_old = self._rank.shape[0]
-        n_new = tree.n_nodes - n_old
-        if n_new:
-            self._rank = np.concatenate([self._rank, np.full(n_new, -1, dtype=np.int64)])
-            self._scored = np.concatenate([self._scored, np.zeros(n_new, dtype=np.bool_)])
-            self._scored[0] = True
-            unscored = torch.full((n_new,), -torch.inf, dtype=torch.float32)
-            self._scores = torch.cat([self._scores, unscored])
+    def _follow(self, tree: TreeBackend) -> int:
+        """Take note of nodes that were added since the last call; how many nodes there are."""
+        n, room = tree.n_nodes, self._rank.shape[0]
+        self._n_nodes = n
+        if n > room:
+            more = max(n - room, room)
+            self._rank = np.concatenate([self._rank, np.full(more, -1, dtype=np.int64)])
+            self._scored = np.concatenate([self._scored, np.zeros(more, dtype=np.bool_)])
+            unscored = np.full(more, -np.inf, dtype=np.float32)
+            self._scores = np.concatenate([self._scores, unscored])
+        return n
 
     def _read(self, tree: TreeBackend, wanted: NDArray[np.bool_]) -> None:
         """One forward over the unread of ``wanted`` bool [N] and their unread ancestors."""
-        unread = np.flatnonzero(wanted & (self._rank < 0))
+        missing = self._rank[: self._n_nodes] < 0
+        unread = (wanted & missing).nonzero()[0]
         if unread.shape[0] == 0:
             return
         lineage = tree.ancestors(torch.from_numpy(unread)).numpy()
-        nodes = np.flatnonzero(lineage.any(0) & (self._rank < 0))
+        nodes = (lineage.any(0) & missing).nonzero()[0]
         if nodes.shape[0] != unread.shape[0]:
             lineage = tree.ancestors(torch.from_numpy(nodes)).numpy()
         base = len(self._text) - 1
@@ -264,28 +272,36 @@ class LmDrafter(ScoringDrafter):
         visible[n_text:, :base] = True
         query, ancestor = lineage.nonzero()
         visible[n_text + query, base + self._rank[ancestor]] = True
-        places = np.arange(base - n_text, base)
-        visible[:n_text, :base] = np.arange(base) <= places[:, None]
-        tokens = np.concatenate([pending, tree.token.numpy()[nodes]]).astype(np.int64)
+        tokens, depth = tree.token.numpy()[nodes], tree.depth.numpy()[nodes]
+        rows, positions = np.arange(base + first, base + last), base + depth
+        if n_text:
+            places = np.arange(base - n_text, base)
+            visible[:n_text, :base] = np.arange(base) <= places[:, None]
+            tokens = np.concatenate([np.array(pending, dtype=np.int64), tokens])
+            rows = np.arange(base - n_text, base + last)
+            positions = np.concatenate([places, positions])
         logits = self._model.forward(
             self._cache,
             torch.from_numpy(np.minimum(tokens, self._last_id)),
-            torch.from_numpy(np.concatenate([places, base + self._rank[nodes]])),
-            torch.from_numpy(np.concatenate([places, base + tree.depth.numpy()[nodes]])),
+            torch.from_numpy(rows),
+            torch.from_numpy(positions),
             torch.from_numpy(visible),
         )
-        # One column tells: a NaN in a node's state is in all its logits.
-        self._spoiled = self._spoiled or bool(logits[:, 0].isnan().any())
-        self._keep(logits[n_text:].log_softmax(-1), first, last)
+        self._spoiled = self._spoiled or has_nan(logits)
+        self._keep(logits[n_text:], first, last)
         self._n_kv = max(self._n_kv, base)
 
-    def _keep(self, logq: Tensor, first: int, last: int) -> None:
-        """Store float [last - first, V] in rows first..last-1 of a buffer that grows."""
+    def _keep(self, logits: Tensor, first: int, last: int) -> None:
+        """Store log q of logits [last - first, V] in rows first..last-1 of a buffer that grows."""
         if last > self._logq.shape[0]:
             held = self._logq[:first]
             self._logq = held.new_empty(2 * last, self._model.vocab_size)
             self._logq[:first] = held
-        self._logq[first:last] = logq
+        place = self._logq[first:last]
+        if logits.dtype == place.dtype:
+            torch.log_softmax(logits, -1, out=place)
+        else:
+            place.copy_(logits.log_softmax(-1))
 
     def _pending(self, base: int) -> list[int]:
         """Committed text that is still unread; all but its last stretch is read right here."""
