@@ -32,7 +32,7 @@ LAW: dict[str, set[str]] = {
     "parts": {"core"},
     "drafting": {"core", "parts"},
     "decoding": {"core", "drafting", "parts"},
-    "prompts": {"core"},
+    "prompts": {"core", "zoo"},
     "zoo": {"core"},
     "corpus": {"core", "backends", "prompts"},
     "config": {"core", "policies"},

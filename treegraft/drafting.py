@@ -170,20 +170,28 @@ class Drafting:
             if not acted:
                 break
             calls.append(index)
-            with named("builder", parts.builder, "frontier"):
-                reached = parts.builder.frontier(tree, touched, number)
-            if reached is None:
-                break
-            n_reached.append(reached.shape[0])
-            # A layer that found nothing leaves the frontier to the next drafter.
-            frontier = reached if reached.shape[0] else self._living(frontier)
+            reached, frontier = self.next_frontier(touched, number, frontier)
+            n_reached.append(reached)
             if not frontier.shape[0]:
                 break
         return layers
 
+    def next_frontier(self, touched: Touched, layer: int, frontier: Tensor) -> tuple[int, Tensor]:
+        """How many children ``layer`` hands on, and int64 [k] where the next one drafts.
+
+        Empty if there is no next layer.
+        """
+        parts = self.parts
+        with named("builder", parts.builder, "frontier"):
+            reached = parts.builder.frontier(self.tree, touched, layer)
+        if reached is None:
+            return 0, frontier.new_empty(0)
+        # A layer that found nothing leaves the frontier to the next drafter.
+        return reached.shape[0], reached if reached.shape[0] else self._living(frontier)
+
     def _living(self, frontier: Tensor) -> Tensor:
         """``frontier`` without the nodes that a graft has taken out; the root if none is left."""
-        living = frontier[self._tree.alive[frontier]]
+        living = frontier[self.tree.alive[frontier]]
         return living if living.shape[0] or not frontier.shape[0] else torch.tensor([ROOT])
 
     def _choose(

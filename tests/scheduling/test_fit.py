@@ -141,7 +141,9 @@ def test_folded_weights_do_what_training_did(traces, fitted):
     loaded = Traces.load(traces)
     problem = problem_of(loaded, COSTS)
     network = ValueNetwork(**fitted.artefact.arrays)
-    actions = policy_actions(network, problem, loaded.arrays["described"], loaded.arrays["features"])
+    actions = policy_actions(
+        network, problem, loaded.arrays["described"], loaded.arrays["features"]
+    )
     split = np.array([split_of(prompt.key) for prompt in loaded.prompts])[loaded.prompt]
     ends = problem.follow(actions)
     for name, metrics in fitted.metrics.items():
@@ -191,7 +193,7 @@ def test_damaged_traces_are_named(traces, tmp_path):
     (foreign / "trace.json").write_text(json.dumps(header | {"version": 9}))
     with pytest.raises(ScheduleError, match=r"have version 9 .* collect them again"):
         Traces.load(foreign)
-    with pytest.raises(ScheduleError, match="no trace.json; make traces with"):
+    with pytest.raises(ScheduleError, match=r"no trace\.json; make traces with"):
         Traces.load(tmp_path)
 
 
@@ -222,8 +224,14 @@ def test_costs_of_other_drafters_are_refused(traces):
 @pytest.mark.parametrize(
     ("rooms", "said"),
     [
-        ({"builder": {"kind": "layered", "depth": 3, "width": 2, "budget": 6}}, "builder.depth is 2"),
-        ({"builder": {"kind": "layered", "depth": 2, "width": 4, "budget": 6}}, "builder.width is 2"),
+        (
+            {"builder": {"kind": "layered", "depth": 3, "width": 2, "budget": 6}},
+            "builder.depth is 2",
+        ),
+        (
+            {"builder": {"kind": "layered", "depth": 2, "width": 4, "budget": 6}},
+            "builder.width is 2",
+        ),
         ({"drafters": [{"kind": "ngram"}]}, "drafters are ngram, small there and ngram here"),
         (
             {"drafters": [{"kind": "ngram", "max_n": 5}, {"kind": "lm", "model": "small"}]},
@@ -260,7 +268,7 @@ def test_a_scheduler_for_another_model_or_of_other_features_is_refused(fitted, t
 
 
 def test_damaged_schedulers_are_named(fitted, tmp_path):
-    with pytest.raises(ScheduleError, match="cannot be read.*make one with"):
+    with pytest.raises(ScheduleError, match=r"cannot be read.*make one with"):
         read_artefact(tmp_path / "none")
     arrays = fitted.artefact.arrays | {"b3": fitted.artefact.arrays["b3"][:1]}
     write_artefact(replace(fitted.artefact, arrays=arrays), tmp_path / "s")

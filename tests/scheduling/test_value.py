@@ -43,7 +43,9 @@ def paths(problem):
 
 def test_an_easy_text_is_drafted_far_and_a_hard_one_not_at_all():
     # Step 0 accepts whatever is drafted, step 1 nothing. A layer takes half a forward's time.
-    problem = trie(2, 1, 3, lambda s, calls: 1 + (len(calls) if s == 0 else 0), lambda s, c: 1 + len(c) / 2)
+    problem = trie(
+        2, 1, 3, lambda s, calls: 1 + (len(calls) if s == 0 else 0), lambda s, c: 1 + len(c) / 2
+    )
     calls, rate = problem.best_fixed()
     # 1 layer for both: (2 + 1) tokens in 3 seconds; 3 layers: (4 + 1) in 5. No better than none.
     assert (calls, rate) == ((), 1.0)

@@ -309,8 +309,8 @@ def load_costs(
         if costs.models.get(name) != identity:
             found = costs.models.get(name, "no such model")
             raise ScheduleError(
-                f"costs {str(path)!r} were measured for another {name} ({found}), found {identity}; "
-                f"{again}"
+                f"costs {str(path)!r} were measured for another {name} ({found}), found "
+                f"{identity}; {again}"
             )
     for key, value in (here or {}).items():
         if costs.environment.get(key) != value:

@@ -271,7 +271,11 @@ def _plot(figures: dict[str, Any], file: Path) -> None:
     """Bars: value, the best fixed schedule and the oracle over the better endpoint, by suite."""
     from matplotlib.figure import Figure
 
-    keys = ("best_fixed_to_better_endpoint", "value_to_better_endpoint", "oracle_to_better_endpoint")
+    keys = (
+        "best_fixed_to_better_endpoint",
+        "value_to_better_endpoint",
+        "oracle_to_better_endpoint",
+    )
     labels = ("best fixed schedule", "value", "oracle (clairvoyant, predicted)")
     rows = {**figures["suites"], "mean": figures["mean"]}
     figure = Figure(figsize=(1.4 + 1.1 * len(rows), 3.6), layout="constrained")

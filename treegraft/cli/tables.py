@@ -252,7 +252,9 @@ def _origin(origin: Origin) -> str:
 def fit_report(fitted: Fitted) -> Group:
     """Predicted tokens per second of every split, by scheduler."""
     arms = ("never", "always", "best_fixed", "value", "oracle")
-    table = new_table("Tokens per second, as the cost model predicts", "split", "steps", *arms, "share")
+    table = new_table(
+        "Tokens per second, as the cost model predicts", "split", "steps", *arms, "share"
+    )
     for name, metrics in fitted.metrics.items():
         rates = [f"{metrics[arm]:.1f}" for arm in arms]
         text_row(table, name, f"{metrics['steps']:.0f}", *rates, f"{metrics['oracle_share']:.0%}")
@@ -268,7 +270,9 @@ def evaluation_report(evaluation: Evaluation) -> Group:
     """A fitted scheduler by suite, who drafted in which layer, and how far the costs are right."""
     data = evaluation.as_dict()
     columns = ("suite", "x paper", "x better", "best fixed", "oracle", "share", "tokens")
-    table = new_table("value over the better endpoint (measured; oracle and share predicted)", *columns)
+    table = new_table(
+        "value over the better endpoint (measured; oracle and share predicted)", *columns
+    )
     keys = (
         "value_to_paper_endpoint",
         "value_to_better_endpoint",
@@ -279,7 +283,9 @@ def evaluation_report(evaluation: Evaluation) -> Group:
         shown = ["-" if figures[key] is None else f"{figures[key]:.2f}" for key in keys]
         share = "-" if figures["oracle_share"] is None else f"{figures['oracle_share']:.0%}"
         text_row(table, suite, *shown, share, "identical" if figures["identical"] else "DIFFER")
-    speed = new_table("Decoding", "scheduler", "tokens/s", "tokens/call", "predicted/measured", "calls")
+    speed = new_table(
+        "Decoding", "scheduler", "tokens/s", "tokens/call", "predicted/measured", "calls"
+    )
     for arm in evaluation.comparison.arms:
         error = data["predicted_over_measured"].get(arm)
         calls = " ".join(

@@ -43,6 +43,7 @@ class TextFeatures:
 
     def __init__(self) -> None:
         self._text: Sequence[int] | None = None
+        self._n_read = 0
         self.values: tuple[float, ...] = (0.0,) * len(_TEXT)
 
     def follow(self, text: Sequence[int]) -> tuple[float, ...]:

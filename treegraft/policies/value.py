@@ -68,9 +68,7 @@ class ValueNetwork:
 class ValueScheduler(Scheduler):
     """Takes the action with the highest margin; the earlier one on ties, stopping first."""
 
-    def __init__(
-        self, config: ValueConfig, network: ValueNetwork, features: StateFeatures
-    ) -> None:
+    def __init__(self, config: ValueConfig, network: ValueNetwork, features: StateFeatures) -> None:
         del config
         self._network = network
         self._features = features

@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -166,13 +165,13 @@ def calibrate(
         name: min(builder.budget + 1 if name == TARGET else max(most_drafted, 32), 1024)
         for name in models
     }
-    widths = {
-        name: [w for w in _WIDTHS if w < limit] + [limit] for name, limit in most.items()
-    }
+    widths = {name: [w for w in _WIDTHS if w < limit] + [limit] for name, limit in most.items()}
     curves = measure_curves(models, widths, CONTEXTS, repeats, on_part)
     steps = _decode(pipeline, prompts, tokens, seed, on_part)
     fitted, held = steps[::2], steps[1::2]
-    curves = {name: replace(curve, scale=_scale(curve, name, fitted)) for name, curve in curves.items()}
+    curves = {
+        name: replace(curve, scale=_scale(curve, name, fitted)) for name, curve in curves.items()
+    }
     names = pipeline.drafter_names
     host = _host(fitted, names)
     costs = CostModel(
@@ -221,9 +220,7 @@ def _decode(
                 for stage, seconds in stages.items()
                 if stage in (TARGET, "scheduler") or stage.startswith(FORWARD)
             )
-            row = _row(
-                record.n_tree, sum(record.drafted), record.calls, len(config.drafters)
-            )
+            row = _row(record.n_tree, sum(record.drafted), record.calls, len(config.drafters))
             steps.append(_Step(forwards, sum(stages.values()) - inside, row))
         if on_part is not None:
             on_part(prompt)
@@ -244,7 +241,12 @@ def _assigned(
 
 
 def _row(n_tree: int, n_drafted: int, calls: Sequence[int], n_drafters: int) -> list[float]:
-    return [1.0, float(n_tree), float(n_drafted), *(float(calls.count(i)) for i in range(n_drafters))]
+    return [
+        1.0,
+        float(n_tree),
+        float(n_drafted),
+        *(float(calls.count(i)) for i in range(n_drafters)),
+    ]
 
 
 def _scale(curve: Curve, name: str, steps: Sequence[_Step]) -> float:

@@ -248,10 +248,8 @@ class Collector:
             position = len(committed)
             step = _StepSearch(self, committed, n_prompt, text, capacity, seen)
             calls = dice.integers(len(parts.drafters), size=parts.builder.depth).tolist()
-            if number % self._every == 0:
-                n_new = step.search(rows, calls)
-            else:
-                n_new = step.carry_out(calls)
+            searched = number % self._every == 0
+            n_new = step.search(rows, calls) if searched else step.carry_out(calls)
             number += 1
             commit = Commit(
                 tuple(text[position : position + n_new]),
@@ -326,9 +324,7 @@ class _StepSearch:
                     outcome = self._outcome(child)
                     after = child.readings[index].widths if index in child.readings else ()
                     widths = after[len(before) :]
-                    child.row = rows.add(
-                        parent, index, number, child.tree.n_nodes, outcome, widths
-                    )
+                    child.row = rows.add(parent, index, number, child.tree.n_nodes, outcome, widths)
                     made.append((child, outcome.n_new, sum(after)))
                     if child.calls == tuple(calls[:number]):
                         n_new = outcome.n_new
@@ -382,15 +378,10 @@ class _StepSearch:
             fork.ended = True
             return
         fork.calls = (*fork.calls, chosen)
-        reached = parts.builder.frontier(fork.tree, touched, len(fork.calls))
-        if reached is None:
-            fork.ended = True
-            return
-        fork.reached = (*fork.reached, reached.shape[0])
-        if reached.shape[0]:
-            fork.frontier = reached
-        if not fork.frontier.shape[0] or len(fork.calls) == parts.builder.depth:
-            fork.ended = True
+        n_calls = len(fork.calls)
+        reached, fork.frontier = drafting.next_frontier(touched, n_calls, fork.frontier)
+        fork.reached = (*fork.reached, reached)
+        fork.ended = not fork.frontier.shape[0] or n_calls == parts.builder.depth
 
     def _outcome(self, fork: _Fork) -> _Outcome:
         """Prune as if drafting stopped here, and walk along the recorded continuation."""
@@ -438,7 +429,7 @@ def _walk(tree: TokenTree, continuation: Sequence[int]) -> list[int]:
     path: list[int] = []
     node: int | None = ROOT
     for token in continuation:
-        node = child.get((node, token))  # type: ignore[arg-type]
+        node = child.get((node, token))
         if node is None:
             break
         path.append(node)

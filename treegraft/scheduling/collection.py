@@ -75,7 +75,10 @@ class Collection:
         self.folder = TraceFolder.begin(out, header)
 
     def missing(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts that have no trace yet, each text once; PromptError for what cannot be read."""
+        """The prompts that have no trace yet, each text once.
+
+        PromptError for what cannot be read.
+        """
         found: dict[str, Prompt] = {}
         for prompt in prompts:
             try:

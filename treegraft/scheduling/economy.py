@@ -55,7 +55,9 @@ def row_seconds(traces: Traces, costs: CostModel) -> NDArray[np.float64]:
         ends = a["finish"][:, 0] == i
         late[ends] += curve.at(a["finish"][ends, 1], context[ends])
         unread = a["unread"][:, i].astype(np.float64)
-        late += curve.at(_BESIDE + unread, context) - curve.at(np.full_like(unread, _BESIDE), context)
+        late += curve.at(_BESIDE + unread, context) - curve.at(
+            np.full_like(unread, _BESIDE), context
+        )
     total = visit.copy()
     for number in range(1, int(layer.max(initial=0)) + 1):
         rows = np.flatnonzero(layer == number)

@@ -99,7 +99,9 @@ class Evaluation:
     def _identical(self, suite: str) -> bool:
         mine = {p.prompt.id for p in self.comparison.runs if p.prompt.kind == suite}
         return not any(
-            d.prompt in mine for arm in self.comparison.arms for d in self.comparison.differences(arm)
+            d.prompt in mine
+            for arm in self.comparison.arms
+            for d in self.comparison.differences(arm)
         )
 
     @property

@@ -28,7 +28,7 @@ from treegraft.scheduling.economy import problem_of
 from treegraft.scheduling.traces import Traces
 from treegraft.scheduling.value import STOP, Problem
 
-__all__ = ["SPLITS", "Fitted", "FitSettings", "fit", "policy_actions", "split_of"]
+__all__ = ["SPLITS", "FitSettings", "Fitted", "fit", "policy_actions", "split_of"]
 
 SPLITS = ("train", "validation", "test")
 _SHARES = (70, 15, 15)
@@ -227,9 +227,7 @@ class _Learner:
                 _Layer(rows[mine], features[mine], split[rows[mine]], number, settings)
             )
 
-    def induce(
-        self, rate: float, on_layer: Callable[[object], None] | None
-    ) -> NDArray[np.int64]:
+    def induce(self, rate: float, on_layer: Callable[[object], None] | None) -> NDArray[np.int64]:
         """Fit the layers from the last to the first; what the policy does in each row."""
         problem = self._problem
         value = problem.gains(rate)
@@ -305,10 +303,11 @@ class _Layer:
         kept = [weight.detach().clone() for weight in weights]
         for _ in range(s.epochs):
             order = fitted[torch.randperm(fitted.shape[0], generator=dice)]
-            for part in order.split(batch):
+            for first in range(0, order.shape[0], batch):
+                part = order[first : first + batch]
                 loss = _loss(_forward(weights, self._x[part]), target[part], mask[part])
                 optimiser.zero_grad()
-                loss.backward()
+                torch.autograd.backward(loss)
                 optimiser.step()
             with torch.no_grad():
                 now = float(_loss(_forward(weights, self._x[held]), target[held], mask[held]))

@@ -57,7 +57,9 @@ def pipeline_signature(pipeline: Pipeline) -> dict[str, Any]:
     return signature(pipeline.config, pipeline.models)
 
 
-def trace_header(pipeline: Pipeline, collector: Collector, settings: Mapping[str, Any]) -> dict[str, Any]:
+def trace_header(
+    pipeline: Pipeline, collector: Collector, settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a folder of traces says about itself; ``settings`` are those of the collection."""
     config = pipeline.config
     return {
@@ -114,18 +116,20 @@ class TraceFolder:
             wrong = difference(found.header, json.loads(json.dumps(dict(header))))
             if wrong is not None:
                 raise ScheduleError(
-                    f"--out {str(path)!r} holds traces made otherwise: {wrong}; choose another folder"
+                    f"--out {str(path)!r} holds traces made otherwise: {wrong}; name another folder"
                 )
             return found
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ScheduleError(
-                f"--out must be a new folder or one of traces, found {str(path)!r}, which is neither"
+                f"--out must be a new folder or one of traces, found {str(path)!r}, neither"
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder / _HEADER, json.dumps(dict(header), indent=1).encode())
         except OSError as error:
-            raise ScheduleError(f"--out {str(path)!r} cannot be written: {error.strerror}") from None
+            raise ScheduleError(
+                f"--out {str(path)!r} cannot be written: {error.strerror}"
+            ) from None
         return TraceFolder(folder, header)
 
     def file(self, key: str) -> Path:
@@ -149,7 +153,9 @@ class TraceFolder:
         try:
             _write(file, save(arrays, metadata))
         except OSError as error:
-            raise ScheduleError(f"trace {str(file)!r} cannot be written: {error.strerror}") from None
+            raise ScheduleError(
+                f"trace {str(file)!r} cannot be written: {error.strerror}"
+            ) from None
 
     def files(self) -> list[Path]:
         """Files of traces, by name."""
@@ -163,7 +169,7 @@ class TraceFolder:
     def _read(self, file: Path) -> PromptTrace:
         try:
             with safe_open(str(file), "numpy") as held:
-                arrays = {name: held.get_tensor(name) for name in held.keys()}
+                arrays = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
                 said = held.metadata() or {}
         except (OSError, SafetensorError) as error:
             raise ScheduleError(f"trace {str(file)!r} cannot be read: {error}") from None
@@ -244,9 +250,7 @@ class Traces:
             owners.append(np.full(trace.n_steps, number, dtype=np.int32))
             n_steps += trace.n_steps
             n_rows += arrays["step"].shape[0]
-        bare = tuple(
-            PromptTrace(t.key, t.id, t.kind, t.n_prompt, t.n_new, {}) for t in traces
-        )
+        bare = tuple(PromptTrace(t.key, t.id, t.kind, t.n_prompt, t.n_new, {}) for t in traces)
         joined = {name: np.concatenate(values) for name, values in parts.items()}
         return Traces(header, bare, np.concatenate(owners), joined, digest.hexdigest())
 

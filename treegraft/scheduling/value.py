@@ -215,13 +215,12 @@ class Problem:
 
     def _check_recall(self, groups: Ints) -> None:
         below = np.flatnonzero(self.parent >= 0)
-        came = np.stack(
-            [groups[below], groups[self.parent[below]], self.action[below]], axis=1
-        )
+        came = np.stack([groups[below], groups[self.parent[below]], self.action[below]], axis=1)
         ways = np.unique(came, axis=0)
         if np.unique(ways[:, 0]).shape[0] != ways.shape[0]:
             raise ValueError("groups must tell apart what was told apart or done in layers before")
-        if np.unique(groups[self.roots]).shape[0] and np.isin(
-            groups[self.roots], groups[below]
-        ).any():
+        if (
+            np.unique(groups[self.roots]).shape[0]
+            and np.isin(groups[self.roots], groups[below]).any()
+        ):
             raise ValueError("groups must tell the first layer from later ones")
