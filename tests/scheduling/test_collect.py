@@ -11,6 +11,7 @@ from treegraft.core.errors import ConfigError
 from treegraft.core.roles import Scheduler
 from treegraft.pipeline import build_pipeline
 from treegraft.policies.features import StateFeatures, TextFeatures
+from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
 from treegraft.scheduling.collect import Collector, check_collectable, schedules
 from treegraft.scheduling.value import Problem
 
@@ -102,6 +103,27 @@ def test_every_schedule_does_offline_what_it_does_in_decoding(variant):
         assert held["small"].reads == widths + read_text
         if row in described:
             np.testing.assert_allclose(script.seen[len(calls)], described[row], rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_a_network_says_the_text_stays(variant):
+    settings = config(**VARIANTS[variant])
+    plain = build_pipeline(
+        config(**VARIANTS[variant] | {"drafters": [], "ride_along": []}), models()
+    )
+    expected = plain.generate(PROMPT).tokens
+    features = StateFeatures(2, 3, 2, 5)
+    seen = set()
+    for seed in range(4):
+        dice = np.random.default_rng(seed)
+        shapes = [(3, len(features.names), 8), (3, 8), (3, 8, 8), (3, 8), (3, 8, 3), (3, 3)]
+        network = ValueNetwork(*(dice.normal(size=s).astype(np.float32) for s in shapes))
+        scheduler = ValueScheduler(ValueConfig(artefact="drawn"), network, features)
+        generation = build_pipeline(settings, models()).with_scheduler(scheduler).generate(PROMPT)
+        assert generation.tokens == expected
+        seen |= {step.calls for step in generation.steps}
+    # The networks did differ in what they said.
+    assert len(seen) > 2
 
 
 def lineage(arrays, row):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -299,3 +300,9 @@ def test_margins_are_those_of_the_layers_own_network():
     expected = hidden @ network.w3[1] + network.b3[1]
     np.testing.assert_allclose(network.margins(2, x), expected, rtol=1e-5)
     np.testing.assert_allclose(network.margins(2, np.stack([x, x]))[1], expected, rtol=1e-5)
+
+
+def test_the_documentation_lists_every_array_of_a_trace():
+    page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    for name, text in ARRAYS.items():
+        assert f"| `{name}` | {text} |" in page
