@@ -131,6 +131,42 @@ def test_the_fixed_point_is_no_slower_than_any_fixed_schedule(case):
     assert problem.best_fixed()[1] <= problem.solve().rate * (1 + 1e-12)
 
 
+@given(problems(), st.lists(st.integers(0, 1), min_size=3, max_size=3), st.integers(1, 9))
+@settings(max_examples=60)
+def test_texts_of_their_own_length_are_solved_as_well(case, texts, length):
+    """The oracle is the best choice of rows, and who sees less is no slower than any schedule."""
+    problem, groups = case
+    n_steps = len(problem.roots)
+    columns = (problem.step, problem.parent, problem.action, problem.layer)
+    several = Problem(
+        *columns,
+        problem.tokens,
+        problem.seconds,
+        problem.n_drafters,
+        text=np.array(texts[:n_steps]),
+        lengths=np.array([float(length), 4.0]),
+    )
+    rows = [np.flatnonzero(several.step == s) for s in np.unique(several.step)]
+    best = max(several.rate(np.array(ends)) for ends in product(*rows))
+    assert several.solve().rate == pytest.approx(best)
+    found = several.solve(groups)
+    for calls in several.schedules():
+        assert found.rate >= several.rate(several.fixed(calls)) * (1 - 1e-12)
+    assert found.rate == several.rate(several.follow(found.actions))
+
+
+def test_a_slow_text_counts_by_its_length_and_not_by_its_steps():
+    # Two steps of either text were evaluated; both are ten tokens long.
+    problem = Problem(
+        np.arange(4), np.full(4, -1), np.full(4, STOP), np.zeros(4, dtype=int),
+        np.array([1, 1, 4, 4]), np.ones(4), 1,
+        text=np.array([0, 0, 1, 1]), lengths=np.array([10.0, 10.0]),
+    )  # fmt: skip
+    # Ten seconds and two and a half.
+    assert problem.rate(problem.roots) == pytest.approx(20 / 12.5)
+    assert problem.prices(problem.roots).tolist() == pytest.approx([1.0, 4.0])
+
+
 def test_who_forgets_what_was_seen_is_refused():
     problem = trie(2, 1, 2, lambda s, c: 1, lambda s, c: 1.0 + len(c))
     forgetful = np.where(problem.layer == 0, problem.step, 2 + problem.layer)

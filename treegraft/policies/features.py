@@ -26,6 +26,8 @@ FEATURES_VERSION = 1
 LOOKBACK = 5
 """Layers above the frontier within which the best nodes are looked at, as in the paper."""
 _LONGEST = 16
+_JUDGED = 64
+"""Tokens of a text that is new over which its hits are counted."""
 _FLOOR = -20.0
 _TEXT = ("match", "match_share", "hit_fast", "hit_slow", "hit_run")
 
@@ -54,14 +56,15 @@ class TextFeatures:
             self._index = SuffixAutomaton(_LONGEST)
             self._fast = self._slow = self._run = 0.0
         if self._n_read < len(text):
+            # Of a long prompt only the end is judged: what lies further back has no weight left.
+            first = len(text) - _JUDGED
             for token in text[self._n_read :]:
-                self._note(token)
-            self._n_read = len(text)
+                self._note(token, self._n_read > max(first, 0))
             self._look_up()
         return self.values
 
-    def _note(self, token: int) -> None:
-        if self._n_read:
+    def _note(self, token: int, judge: bool) -> None:
+        if judge:
             match, predicted = self._predict()
             hit = float(match.length > 0 and token == predicted)
             self._fast += (hit - self._fast) / 4

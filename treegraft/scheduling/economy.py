@@ -8,8 +8,6 @@ Shapes: R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,7 +66,7 @@ def row_seconds(traces: Traces, costs: CostModel) -> NDArray[np.float64]:
     return total + late
 
 
-def problem_of(traces: Traces, costs: CostModel, steps: Sequence[int] | None = None) -> Problem:
+def problem_of(traces: Traces, costs: CostModel) -> Problem:
     """The schedules of traces with their tokens and seconds."""
     a = traces.arrays
     depth = int(traces.header["signature"]["builder"].get("depth", int(a["layer"].max())))
@@ -81,4 +79,6 @@ def problem_of(traces: Traces, costs: CostModel, steps: Sequence[int] | None = N
         row_seconds(traces, costs),
         traces.n_drafters,
         complete=traces.n_drafters**depth <= MOST_SCHEDULES,
+        text=traces.prompt,
+        lengths=np.array([prompt.n_new for prompt in traces.prompts]),
     )

@@ -1,11 +1,16 @@
 """The best schedule policy for tokens per second, which is a ratio of sums.
 
-The objective is E[tokens] / E[seconds] over the whole run. A policy that maximises
+For one text the objective is E[tokens] / E[seconds]. A policy that maximises
 E[tokens] - rate * E[seconds] at the rate that it itself reaches maximises the ratio (Dinkelbach
 1967; a semi-Markov decision process with average reward), so the rate is iterated to its fixed
 point, and for each rate the layers are solved backwards, from the last to the first.
 
-Shapes: S steps, R rows (a row is a schedule up to some layer, in one step), K drafters.
+Several texts have their lengths whatever is drafted: one that goes slowly takes more steps. So the
+seconds of each are its length over its own rate, the rate of all is all tokens over all seconds,
+and what a second is worth differs from text to text: it is what the policy makes of it there. That
+is where the steps that were evaluated are only a sample of those that a policy would take.
+
+Shapes: S steps, R rows (a row is a schedule up to some layer, in one step), K drafters, T texts.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class Problem:
     tokens, seconds : float [R], of the step if drafting stops in the row; seconds are above 0.
     n_drafters : K.
     complete : whether every schedule was tried from every step, or only a beam.
+    text : int [S], the text of each step; one text if left out. lengths : float [T], their tokens.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class Problem:
         seconds: NDArray[np.floating],
         n_drafters: int,
         complete: bool = True,
+        text: NDArray[np.integer] | None = None,
+        lengths: NDArray[np.floating] | NDArray[np.integer] | None = None,
     ) -> None:
         self.step, self.parent = step.astype(np.int64), parent.astype(np.int64)
         self.action, self.layer = action.astype(np.int64), layer.astype(np.int64)
@@ -76,6 +84,13 @@ class Problem:
         below = np.flatnonzero(self.parent >= 0)
         self.child[self.parent[below], self.action[below]] = below
         self.roots: Ints = np.flatnonzero(self.parent < 0)
+        # Of each row, and every text's share of all tokens.
+        self.text: Ints = np.zeros(n, dtype=np.int64)
+        if text is not None:
+            by_step = np.zeros(int(self.step.max(initial=-1)) + 1, dtype=np.int64)
+            by_step[self.step[self.roots]] = text
+            self.text = by_step[self.step]
+        self.lengths: Floats = np.ones(1) if lengths is None else lengths.astype(np.float64)
         self._by_layer = [
             np.flatnonzero(self.layer == number)
             for number in range(int(self.layer.max(initial=0)) + 1)
@@ -97,6 +112,8 @@ class Problem:
             self.seconds[rows],
             self.n_drafters,
             self.complete,
+            self.text[self.roots[steps]],
+            self.lengths,
         )
 
     @property
@@ -118,8 +135,31 @@ class Problem:
         return rows
 
     def rate(self, ends: Ints) -> float:
-        """Tokens per second if each step stops in its row of ``ends`` int64 [S]."""
-        return float(self.tokens[ends].sum() / self.seconds[ends].sum())
+        """Tokens per second if steps stop in the rows ``ends`` int64, one per step."""
+        tokens, seconds = self._sums(ends)
+        there = tokens > 0
+        length = self.lengths[there]
+        return float(length.sum() / (length * seconds[there] / tokens[there]).sum())
+
+    def _sums(self, ends: Ints) -> tuple[Floats, Floats]:
+        """float64 [T]: tokens and seconds of the steps of each text."""
+        texts, n = self.text[ends], self.lengths.shape[0]
+        return (
+            np.bincount(texts, self.tokens[ends], minlength=n),
+            np.bincount(texts, self.seconds[ends], minlength=n),
+        )
+
+    def prices(self, ends: Ints, shrink: float = 0.0) -> Floats:
+        """float64 [T]: tokens that a second brings in each text.
+
+        With ``shrink`` so many average steps are added to each text, which may have few.
+        """
+        tokens, seconds = self._sums(ends)
+        n = max(ends.shape[0], 1)
+        more = shrink + 1e-12
+        mean_tokens, mean_seconds = self.tokens[ends].sum() / n, self.seconds[ends].sum() / n
+        found: Floats = (tokens + more * mean_tokens) / (seconds + more * mean_seconds)
+        return found
 
     def fixed(self, calls: Sequence[int]) -> Ints:
         """int64 [S]: where each step stops under one schedule for all of them.
@@ -160,19 +200,27 @@ class Problem:
                 best = (calls, rate)
         return best
 
-    def gains(self, rate: float) -> Floats:
-        """float64 [R]: tokens - rate * seconds of stopping in each row."""
-        return self.tokens - rate * self.seconds
+    def gains(self, ends: Ints, shrink: float = 0.0) -> Floats:
+        """float64 [R]: seconds that stopping in each row saves, at the prices that ``ends`` makes.
 
-    def induce(self, rate: float, groups: Ints | None = None) -> Solution:
-        """The best policy for one rate, by backward induction over the layers.
+        Tokens over their price, less the row's seconds, times the steps that the text takes per
+        step that was evaluated: to first order, what the seconds of all texts fall by.
+        """
+        prices = self.prices(ends, shrink)
+        tokens, _ = self._sums(ends)
+        weight = self.lengths / np.maximum(tokens, 1e-12)
+        found: Floats = weight[self.text] * (self.tokens / prices[self.text] - self.seconds)
+        return found
+
+    def induce(self, ends: Ints, groups: Ints | None = None) -> Solution:
+        """The best policy at the prices that ``ends`` makes, by backward induction.
 
         ``groups`` int64 [R] says what a policy can tell apart: it takes the same action in all rows
         of a group. None is the clairvoyant policy, which knows each step's continuation (the
         oracle). Whoever remembers what was seen and done can tell apart at least what could be told
         apart before, without which working backwards would not be right: ValueError.
         """
-        value = self.gains(rate)
+        value = self.gains(ends)
         actions = np.full(value.shape[0], STOP, dtype=np.int64)
         if groups is not None:
             self._check_recall(groups)
@@ -197,21 +245,34 @@ class Problem:
                 best = np.where(anyone, total, -np.inf).argmax(1)[mine]
             actions[rows] = best - 1
             value[rows] = worth[np.arange(rows.shape[0]), best]
-        ends = self.follow(actions)
-        return Solution(actions, ends, self.rate(ends))
+        reached = self.follow(actions)
+        return Solution(actions, reached, self.rate(reached))
 
     def solve(self, groups: Ints | None = None) -> Solution:
-        """The policy with the highest tokens per second: ``induce`` at its own rate.
+        """The policy with the highest tokens per second: ``induce`` at its own prices.
 
-        Each round's policy is at least as fast as the one before, and there are finitely many.
+        It begins with the best fixed schedule and goes on while the rate rises, so it is no slower
+        than any. With one text, or for the clairvoyant, it is the best policy there is.
         """
-        solution = self.induce(0.0, groups)
+        calls, rate = self.best_fixed()
+        actions = self.actions_of(calls)
+        solution = Solution(actions, self.follow(actions), rate)
         for _ in range(_MOST_ROUNDS):
-            better = self.induce(solution.rate, groups)
+            better = self.induce(solution.ends, groups)
             if better.rate <= solution.rate * (1 + 1e-12):
-                return solution if better.rate <= solution.rate else better
+                break
             solution = better
         return solution
+
+    def actions_of(self, calls: Sequence[int]) -> Ints:
+        """int64 [R]: the actions of one schedule for all steps."""
+        actions = np.full(self.step.shape[0], STOP, dtype=np.int64)
+        rows = self.roots
+        for index in calls:
+            after = self.child[rows, index]
+            actions[rows[after >= 0]] = index
+            rows = after[after >= 0]
+        return actions
 
     def _check_recall(self, groups: Ints) -> None:
         below = np.flatnonzero(self.parent >= 0)
