@@ -31,7 +31,7 @@ LAW: dict[str, set[str]] = {
     "backends": {"core"},
     "parts": {"core"},
     "drafting": {"core", "parts"},
-    "decoding": {"core", "drafting", "parts"},
+    "decoding": {"core", "parts", "drafting"},
     "prompts": {"core", "zoo"},
     "zoo": {"core"},
     "corpus": {"core", "backends", "prompts"},
@@ -40,8 +40,8 @@ LAW: dict[str, set[str]] = {
     "composition": {"core", "config", "components"},
     "loading": {"core", "backends", "config"},
     "pipeline": {
-        "core", "backends", "policies", "config", "components", "composition", "decoding",
-        "drafting", "loading", "parts", "signature", "text",
+        "core", "backends", "policies", "config", "components", "composition", "parts",
+        "drafting", "decoding", "loading", "signature", "text",
     },
     "signature": {"core", "backends", "config"},
 }  # fmt: skip

@@ -168,9 +168,12 @@ class Decoding:
             # A first chain already sits where it belongs.
             moved = [(i, j) for j, i in enumerate(path, 1) if i != j]
             if moved and self.finish_reason is None:
-                source = torch.tensor([n_kv + i for i, _ in moved])
-                place = torch.tensor([n_kv + j for _, j in moved])
-                parts.target.move_(self.cache.content, source, place)
+                rows_from, rows_to = zip(*moved, strict=True)
+                parts.target.move_(
+                    self.cache.content,
+                    n_kv + torch.tensor(rows_from),
+                    n_kv + torch.tensor(rows_to),
+                )
         number, held = tree.node.tolist(), tree.proposers.tolist()
         nodes, proposers = [number[i] for i in path], [held[i] for i in path]
         if self.finish_reason is None:
