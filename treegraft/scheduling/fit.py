@@ -230,10 +230,15 @@ class _Learner:
                 _Layer(rows[mine], features[mine], split[rows[mine]], number, settings)
             )
 
-    def induce(self, rate: float, on_layer: Callable[[object], None] | None) -> NDArray[np.int64]:
-        """Fit the layers from the last to the first; what the policy does in each row."""
+    def induce(
+        self, ends: NDArray[np.int64], on_layer: Callable[[object], None] | None
+    ) -> NDArray[np.int64]:
+        """Fit the layers from the last to the first; what the policy does in each row.
+
+        ``ends`` int64 [S] : where steps stopped so far, which says what a second is worth.
+        """
         problem = self._problem
-        value = problem.gains(rate)
+        value = problem.gains(ends, _SHRINK)
         actions = np.full(value.shape[0], STOP, dtype=np.int64)
         for layer in reversed(self._layers):
             after = problem.child[layer.rows]

@@ -145,8 +145,8 @@ class Problem:
         """float64 [T]: tokens and seconds of the steps of each text."""
         texts, n = self.text[ends], self.lengths.shape[0]
         return (
-            np.bincount(texts, self.tokens[ends], minlength=n),
-            np.bincount(texts, self.seconds[ends], minlength=n),
+            np.bincount(texts, self.tokens[ends], minlength=n).astype(np.float64),
+            np.bincount(texts, self.seconds[ends], minlength=n).astype(np.float64),
         )
 
     def prices(self, ends: Ints, shrink: float = 0.0) -> Floats:
