@@ -286,5 +286,5 @@ def _plot(figures: dict[str, Any], file: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(rows)), list(rows), rotation=20)
     axes.set_ylabel("x better of never and always")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside upper center", ncols=len(keys), fontsize="small")
     figure.savefig(file)
