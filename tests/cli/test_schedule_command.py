@@ -75,7 +75,13 @@ def test_the_whole_way_to_a_scheduler(treegraft, made, config, prompt_file, tmp_
     assert 0 < result.json["scheduler_share_of_step"] < 1
     assert result.json["prompts"] + len(result.json["left_out"]) == 20
     assert f"left out {len(result.json['left_out'])} prompts" in result.err
-    shown = treegraft(*evaluate, "--repeat", 1, "--no-paper")
+    held = json.loads(costs.read_text())
+    held["environment"]["torch"] = "1.0"
+    (tmp_path / "old.json").write_text(json.dumps(held))
+    stale = treegraft(*evaluate, "--costs", tmp_path / "old.json")
+    assert stale.code == 2
+    assert "were measured with torch '1.0', found" in stale.err
+    shown = treegraft(*evaluate, "--repeat", 1, "--no-paper", "--costs", costs)
     assert "value over the better endpoint" in shown.out
     assert "decisions take" in shown.out
     generated = treegraft(

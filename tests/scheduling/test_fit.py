@@ -222,6 +222,12 @@ def test_costs_of_other_drafters_are_refused(traces):
         fit(Traces.load(traces), other, QUICK)
 
 
+def test_costs_of_another_model_are_refused_for_traces(traces):
+    other = replace(COSTS, models={"drafter:small": "abc"})
+    with pytest.raises(ScheduleError, match=r"measured for another drafter:small \(abc\) than"):
+        fit(Traces.load(traces), other, QUICK)
+
+
 @pytest.mark.parametrize(
     ("rooms", "said"),
     [

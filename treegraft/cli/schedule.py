@@ -205,6 +205,7 @@ def evaluate(
     from treegraft.cli.tables import evaluation_report
     from treegraft.config import load_config, override
     from treegraft.scheduling import evaluate as held
+    from treegraft.scheduling.calibration import curve_models, pipeline_environment
 
     if plot is not None:
         _check_plot(plot)
@@ -214,9 +215,12 @@ def evaluate(
         loaded = override(loaded, {"max_new_tokens": max_new_tokens})
     wanted = _suites(prompts, limit)
     arms = held.arm_configs(loaded, artefact, str(scheduler), paper)
-    measured = None if costs is None else load_costs(costs)
     with working("loading models"):
         pipelines = build_pipelines(arms)
+    measured = None
+    if costs is not None:
+        own = pipelines[held.VALUE]
+        measured = load_costs(costs, curve_models(own), pipeline_environment(own))
     with progress("evaluating", len(wanted) * (repeat + 1)) as tick:
         found = held.evaluate(
             arms,

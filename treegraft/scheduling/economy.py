@@ -37,6 +37,7 @@ def row_seconds(traces: Traces, costs: CostModel) -> NDArray[np.float64]:
             f"the cost model knows drafters {', '.join(costs.host.visit)}, the traces are of "
             f"{', '.join(names)}; measure again with: treegraft schedule calibrate"
         )
+    _check_models(traces, costs)
     a = traces.arrays
     context = a["position"][a["step"]].astype(np.float64) - 1.0
     layer, parent, action = a["layer"], a["parent"], a["action"]
@@ -64,6 +65,22 @@ def row_seconds(traces: Traces, costs: CostModel) -> NDArray[np.float64]:
     late += costs.curves[TARGET].at(a["n_tree"], context)
     late += host.step + host.node * a["n_tree"] + host.drafted * a["n_nodes"]
     return total + late
+
+
+def _check_models(traces: Traces, costs: CostModel) -> None:
+    """ScheduleError if a curve was measured with another model than the traces were made with."""
+    signature = traces.header["signature"]
+    used = {TARGET: signature["target"]}
+    for name, options in signature["drafters"].items():
+        if options["kind"] == "lm":
+            used[DRAFTER + name] = options["model"]
+    for name, identity in used.items():
+        measured = costs.models.get(name, identity)
+        if measured != identity:
+            raise ScheduleError(
+                f"the costs were measured for another {name} ({measured}) than the traces' "
+                f"({identity}); measure again with: treegraft schedule calibrate"
+            )
 
 
 def problem_of(traces: Traces, costs: CostModel) -> Problem:

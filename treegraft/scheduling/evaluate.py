@@ -28,7 +28,16 @@ from treegraft.scheduling.economy import problem_of
 from treegraft.scheduling.fit import policy_actions
 from treegraft.scheduling.traces import Traces, trace_header
 
-__all__ = ["ENDPOINTS", "PAPER", "Evaluation", "Offline", "arm_configs", "evaluate", "unseen"]
+__all__ = [
+    "ENDPOINTS",
+    "PAPER",
+    "VALUE",
+    "Evaluation",
+    "Offline",
+    "arm_configs",
+    "evaluate",
+    "unseen",
+]
 
 PAPER: dict[str, Any] = {
     "builder": {"kind": "layered", "depth": 5, "width": 10, "budget": 63},
