@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from table_models import hashed_model, mixed_model
 
+from treegraft.backends.tensor_tree import TensorTree
 from treegraft.config import parse_config
 from treegraft.core.errors import ConfigError
-from treegraft.core.roles import Scheduler
+from treegraft.core.roles import DraftState, Scheduler
 from treegraft.pipeline import build_pipeline
 from treegraft.policies.features import StateFeatures, TextFeatures
 from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
@@ -197,6 +199,10 @@ def test_a_text_of_one_token_has_no_step():
         ({"leftover": True}, "leftover must be false .* found true"),
         ({"calibration": {"kind": "online"}}, "calibration.kind must be 'none' .* found 'online'"),
         (
+            {"drafters": [{"kind": "suffix", "store_tokens": 99}]},
+            r"\(store_tokens: 0\) .* found 99 of 'suffix'",
+        ),
+        (
             {
                 "drafters": [{"kind": "lm", "model": "small", "children": "sample"}],
                 "sampling": {"temperature": 0.5},
@@ -208,6 +214,20 @@ def test_a_text_of_one_token_has_no_step():
 def test_what_cannot_be_read_off_a_text_is_refused(rooms, said):
     with pytest.raises(ConfigError, match=said):
         check_collectable(config(**rooms))
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_bare_root_has_the_features_that_are_said_to_be_its_own(layer):
+    tree = TensorTree(9)
+    tree.reset_(3, 4)
+    calls, reached = ((), ()) if layer == 1 else ((0,), (0,))
+    state = DraftState(layer, 3, calls, 2, 4, 6, tree, torch.tensor([0]), reached)
+    features = StateFeatures(2, 3, 2, 5)
+    found = dict(zip(features.names, features.of(state, (0.0,) * 5, layer - 1), strict=True))
+    names = features.names[features.names.index("depth") : features.names.index("idle")]
+    for name, value in zip(names, features.of_tree(state, layer - 1), strict=True):
+        assert found[name] == pytest.approx(value), name
+    assert found["idle"] == float(layer == 2)
 
 
 def test_text_features_tell_a_repeating_text_from_a_new_one():

@@ -157,8 +157,29 @@ class StateFeatures:
         text : of ``TextFeatures`` for the committed text.
         n_before : nodes of the working tree before the last layer; 0 before the first.
         """
-        # Some dozen numbers: plain Python on lists is quicker than numpy's calls.
         n_drafters, depth = self._shape
+        n_calls = [0.0] * n_drafters
+        bits = [0.0] * (n_drafters * (depth - 1))
+        for layer, index in enumerate(state.calls):
+            n_calls[index] += 1 / depth
+            bits[layer * n_drafters + index] = 1.0
+        values = (
+            math.log1p(state.n_prompt),
+            math.log1p(state.n_committed),
+            *text,
+            (state.layer - 1) / depth,
+            # Most steps' first decision, and always the same.
+            *(_ROOT_ONLY if state.tree.n_nodes == 1 else self.of_tree(state, n_before)),
+            float(bool(state.reached) and not state.reached[-1]),
+            *n_calls,
+            *bits,
+        )
+        return np.array(values, dtype=np.float32)
+
+    def of_tree(self, state: DraftState, n_before: int) -> tuple[float, ...]:
+        """The features from ``depth`` to ``expected``."""
+        # Some dozen numbers: plain Python on lists is quicker than numpy's calls.
+        depth = self._shape[1]
         tree, front = state.tree, state.frontier.numpy()
         level, logprob = tree.depth.numpy(), tree.logprob.numpy()
         frontier, at, scores = front.tolist(), level[front].tolist(), logprob[front].tolist()
@@ -174,16 +195,7 @@ class StateFeatures:
         inside = set(frontier)
         n_old = sum(node < n_before for node in best) if state.layer > 1 else n_best
         top = sum(max(score, _FLOOR) for score in logprob[chosen].tolist())
-        n_calls = [0.0] * n_drafters
-        bits = [0.0] * (n_drafters * (depth - 1))
-        for layer, index in enumerate(state.calls):
-            n_calls[index] += 1 / depth
-            bits[layer * n_drafters + index] = 1.0
-        values = (
-            math.log1p(state.n_prompt),
-            math.log1p(state.n_committed),
-            *text,
-            (state.layer - 1) / depth,
+        return (
             mean_depth / depth,
             int(np.count_nonzero(tree.leaf.numpy()[front])) / n_frontier,
             max(mean_depth - sum(best_at) / n_best, 0.0) / depth,
@@ -196,8 +208,8 @@ class StateFeatures:
             math.log1p(n_frontier),
             math.log(tree.n_nodes),
             float(chance.sum()),
-            float(bool(state.reached) and not state.reached[-1]),
-            *n_calls,
-            *bits,
         )
-        return np.array(values, dtype=np.float32)
+
+
+_ROOT_ONLY = (0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, math.log1p(1), 0.0, 0.0)
+"""``StateFeatures.of_tree`` of a tree that is its root."""

@@ -41,6 +41,7 @@ from treegraft.core.tree import ROOT, TokenTree
 from treegraft.drafting import Drafting
 from treegraft.pipeline import Pipeline
 from treegraft.policies.drafters.lm import LmConfig
+from treegraft.policies.drafters.suffix import SuffixConfig
 from treegraft.policies.features import StateFeatures, TextFeatures
 from treegraft.scheduling.shadow import Reading, ShadowDrafter
 
@@ -76,8 +77,13 @@ def check_collectable(config: PipelineConfig) -> None:
             "calibration.kind must be 'none' to evaluate schedules offline, found "
             f"{calibration.kind!r}: scores would depend on the schedules of earlier steps"
         )
-    if config.sampling.temperature > 0.0:
-        for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
+    for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
+        if isinstance(drafter, SuffixConfig) and drafter.store_tokens:
+            raise ConfigError(
+                "drafters must not keep earlier texts (store_tokens: 0) to evaluate schedules "
+                f"offline, found {drafter.store_tokens} of {name!r}: it would have seen the text"
+            )
+        if config.sampling.temperature > 0.0:
             if isinstance(drafter, LmConfig) and drafter.children != "topk":
                 raise ConfigError(
                     "drafters must take the likeliest children (children: topk) to evaluate "
