@@ -207,7 +207,7 @@ def test_a_text_of_one_token_has_no_step():
                 "drafters": [{"kind": "lm", "model": "small", "children": "sample"}],
                 "sampling": {"temperature": 0.5},
             },
-            "children: topk.* found 'sample' of 'small'",
+            "children: topk.* found 'small', which draws",
         ),
     ],
 )

@@ -83,12 +83,12 @@ def check_collectable(config: PipelineConfig) -> None:
                 "drafters must not keep earlier texts (store_tokens: 0) to evaluate schedules "
                 f"offline, found {drafter.store_tokens} of {name!r}: it would have seen the text"
             )
-        if config.sampling.temperature > 0.0:
-            if isinstance(drafter, LmConfig) and drafter.children != "topk":
-                raise ConfigError(
-                    "drafters must take the likeliest children (children: topk) to evaluate "
-                    f"schedules offline at a temperature, found {drafter.children!r} of {name!r}"
-                )
+        draws = isinstance(drafter, LmConfig) and drafter.children != "topk"
+        if draws and config.sampling.temperature > 0.0:
+            raise ConfigError(
+                "drafters must take the likeliest children (children: topk) to evaluate schedules "
+                f"offline at a temperature, found {name!r}, which draws"
+            )
 
 
 @dataclass(frozen=True, slots=True)
