@@ -72,9 +72,16 @@ class Scripted(_Told):
 class Recorder(Drafter):
     """Proposes every token under every position and keeps what it was told."""
 
-    def __init__(self, target_top: int | None, vocab_size: int, tree_top: bool = False) -> None:
+    def __init__(
+        self,
+        target_top: int | None,
+        vocab_size: int,
+        tree_top: bool = False,
+        target_hidden: bool = False,
+    ) -> None:
         self.target_top = target_top
         self.tree_top = tree_top
+        self.target_hidden = target_hidden
         self.vocab_size = vocab_size
         self.contexts: list[Context] = []
         self.commits: list[Commit] = []

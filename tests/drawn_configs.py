@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from table_models import (
+    TableHead,
     hashed_model,
     holed_model,
     looping_model,
@@ -30,6 +31,7 @@ from toy_tokenizers import PieceTokenizer
 from treegraft import parse_config
 from treegraft.backends.datastore import DatastoreWriter
 from treegraft.backends.reference import plain_tokens
+from treegraft.core.draft_head import DraftHead
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.sampling import Sampling
 
@@ -45,7 +47,8 @@ SEEDS = st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1))
 class Room:
     """What the parts of one pipeline are drawn to fit.
 
-    ``models`` by the names that configs use, the target's being ``target``; ``after`` gives the
+    ``models`` by the names that configs use, the target's being ``target``; ``heads`` are draft
+    heads for that target, by name; ``after`` gives the
     target's logits after a whole text; ``argmax_key`` the seed and order of ``hashed_model`` if the
     target's likeliest tokens are those of one.
     """
@@ -54,6 +57,7 @@ class Room:
     models: Mapping[str, LanguageModel]
     after: LogitsAfter = field(repr=False)
     argmax_key: tuple[int, int] | None = None
+    heads: Mapping[str, DraftHead] = field(default_factory=dict)
     n_drafters: int = 0
     depth: int = 0
     width: int = 1
@@ -124,6 +128,11 @@ def lm(room: Room) -> st.SearchStrategy[Options]:
         "draw_temperature": st.one_of(st.none(), st.floats(0.1, 3.0)),
     }
     return st.fixed_dictionaries(required, optional=optional)
+
+
+def head(room: Room) -> st.SearchStrategy[Options]:
+    named = {"kind": st.just("head"), "model": st.sampled_from(sorted(room.heads))}
+    return lm(room).flatmap(lambda lm: st.fixed_dictionaries(named).map(lambda own: lm | own))
 
 
 def suffix(room: Room) -> st.SearchStrategy[Options]:
@@ -221,6 +230,7 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
         ),
         "datastore": datastore,
         "lm": lm,
+        "head": head,
         "adversarial_drafters:AlwaysRight": lambda room: oracle(room, "AlwaysRight"),
         "adversarial_drafters:AlwaysWrong": lambda room: oracle(room, "AlwaysWrong"),
         "adversarial_drafters:Scripted": lambda room: script(room, "Scripted"),
@@ -325,7 +335,8 @@ def stops(draw: st.DrawFn, room: Room) -> Options:
 @st.composite
 def prompts(draw: st.DrawFn, room: Room) -> list[int]:
     """Mostly short; else up to, at and past the limit of the target or of a drafter."""
-    limits = {model.max_positions for model in room.models.values()} - {None}
+    networks = [*room.models.values(), *room.heads.values()]
+    limits = {network.max_positions for network in networks} - {None}
     lengths = [st.integers(1, 8), st.integers(1, 8), st.integers(1, 40)]
     lengths += [st.integers(max(1, limit - 9), limit + 2) for limit in sorted(limits)]
     length = draw(st.one_of(lengths))
@@ -358,7 +369,13 @@ def table_rooms(draw: st.DrawFn) -> Room:
     brief = replace(target, name="brief", max_positions=draw(st.integers(1, 24)))
     target.max_positions = draw(st.one_of(st.none(), st.none(), st.integers(2, 48)))
     models = {"target": target, "near": near, "far": other, "short": short, "brief": brief}
-    return Room(vocab, models, target.logits, (seed, order) if form == "hashed" else None)
+    heads = {
+        "right head": TableHead(replace(target, max_positions=None)),
+        "near head": TableHead(near),
+        "short head": TableHead(near, max_positions=draw(st.integers(1, 24))),
+    }
+    key = (seed, order) if form == "hashed" else None
+    return Room(vocab, models, target.logits, key, heads)
 
 
 HF_TARGETS = ("llama", "gpt2", "gemma3")
@@ -371,6 +388,7 @@ def hf_room(family: str) -> Room:
     """The tiny float64 model of a family, with a near copy, another family and a short context."""
     from backends.families import build
 
+    from treegraft.backends.head import HeadBlock, HFDraftHead
     from treegraft.backends.hf import HFLanguageModel
 
     def made(name: str, seed: int, limit: int = HF_LIMIT) -> Any:
@@ -397,7 +415,21 @@ def hf_room(family: str) -> Room:
         with torch.no_grad():
             return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
 
-    return Room(len(PIECES), models, lambda text: after(tuple(text)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        block = HeadBlock(
+            target.get_input_embeddings().weight.shape[1],
+            {
+                "hidden_size": target.config.hidden_size,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 30,
+            },
+        )
+    heads = {"random head": HFDraftHead(block, models["target"], "random head")}
+    return Room(len(PIECES), models, lambda text: after(tuple(text)), heads=heads)
 
 
 HF_ROOMS = st.sampled_from(HF_TARGETS).map(hf_room)

@@ -287,7 +287,7 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         (
             {"drafters": [{"kind": "ngrams"}]},
             "drafters.0: kind must be one of 'ngram', 'suffix', 'recycle', 'datastore', 'lm', "
-            "'package.module:Class', found 'ngrams'",
+            "'head', 'package.module:Class', found 'ngrams'",
         ),
         (
             {"scheduler": {"kind": "sometimes"}},

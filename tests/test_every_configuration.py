@@ -34,7 +34,8 @@ THOROUGH = settings.get_profile("thorough")
 
 def pipeline(case: Case, **changes: Any) -> Pipeline:
     config = parse_config({**case.config, **changes})
-    return build_pipeline(config, case.room.models, PieceTokenizer(PIECES))
+    models = {**case.room.models, **case.room.heads}
+    return build_pipeline(config, models, PieceTokenizer(PIECES))
 
 
 def counts(result: Generation) -> list[Any]:
@@ -179,9 +180,8 @@ def check_records(case: Case, result: Generation) -> None:
 def check_calls(case: Case, result: Generation) -> None:
     """Who acted is whom the scheduler wanted, or a cheaper one where that one's context ended."""
     drafters, names = case.config["drafters"], list(result.drafters)
-    limits = [
-        case.room.models[d["model"]].max_positions if d["kind"] == "lm" else None for d in drafters
-    ]
+    networks = {**case.room.models, **case.room.heads}
+    limits = [networks[d["model"]].max_positions if "model" in d else None for d in drafters]
     passed: set[int] = set()
     n_text = len(case.prompt)
     for step in result.steps:
@@ -348,6 +348,8 @@ def places(made: Pipeline, room: Room) -> list[tuple[Any, str]]:
             found.append((drafter, "score"))
     for name in sorted(room.models):
         found += [(room.models[name], method) for method in ("new_cache", "forward", "move_")]
+    for name in sorted(room.heads):
+        found += [(room.heads[name], method) for method in ("new_cache", "forward")]
     return found
 
 

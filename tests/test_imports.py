@@ -73,6 +73,7 @@ OUTSIDE_OF_MODULE = {
     "treegraft.backends.reference": {"networkx"},
     "treegraft.backends.artefact": {"safetensors"},
     "treegraft.backends.kv": {"transformers"},
+    "treegraft.backends.head": {"transformers", "safetensors"},
     "treegraft.backends.hf": {"transformers"},
     "treegraft.backends.processors": {"transformers"},
 }

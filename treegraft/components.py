@@ -24,6 +24,7 @@ from treegraft.policies.builders import (
     StaticConfig,
 )
 from treegraft.policies.drafters.datastore import DatastoreConfig, DatastoreDrafter
+from treegraft.policies.drafters.head import HeadConfig, HeadDrafter
 from treegraft.policies.drafters.lm import LmConfig, LmDrafter
 from treegraft.policies.drafters.ngram import NgramConfig, NgramDrafter
 from treegraft.policies.drafters.recycle import RecycleConfig, RecycleDrafter
@@ -84,6 +85,7 @@ ROLES: dict[str, Role] = {
                 "recycle": (RecycleConfig, RecycleDrafter),
                 "datastore": (DatastoreConfig, DatastoreDrafter),
                 "lm": (LmConfig, LmDrafter),
+                "head": (HeadConfig, HeadDrafter),
             },
         ),
         Role(

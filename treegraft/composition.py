@@ -29,6 +29,7 @@ _FLOWS: tuple[tuple[str, str, str, bool], ...] = (
     ("builder", "graft", "frontier", True),
     ("builder", "scheduler", "frontier of the next layer", True),
     ("target", "drafter", "TargetTop", True),
+    ("target", "drafter", "hidden states", True),
     ("commit", "drafter", "Commit", True),
     ("commit", "scheduler", "StepRecord", True),
 )
@@ -52,7 +53,10 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
         _add(graph, "drafter", f"drafter:{name}", drafter)
         node = graph.nodes[f"drafter:{name}"]
         node["scoring"] = issubclass(found, ScoringDrafter)
-        node["asks_target"] = getattr(found, "target_top", None) is not None
+        node["asks"] = {
+            "TargetTop": getattr(found, "target_top", None) is not None,
+            "hidden states": getattr(found, "target_hidden", False),
+        }
         if drafter.kind == "lm":
             node["options"] |= loading
     for role in _SINGLE:
@@ -76,8 +80,11 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
     for source, sink, flow, feedback in _FLOWS:
         for a in _of_role(graph, source):
             for b in _of_role(graph, sink):
-                if flow != "TargetTop" or graph.nodes[b]["asks_target"]:
-                    graph.add_edge(a, b, flow=flow, feedback=feedback)
+                if not graph.nodes[b].get("asks", {}).get(flow, True):
+                    continue
+                if graph.has_edge(a, b):
+                    flow = f"{graph.edges[a, b]['flow']}, {flow}"
+                graph.add_edge(a, b, flow=flow, feedback=feedback)
     check_composition(graph)
     return graph
 

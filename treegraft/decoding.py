@@ -76,6 +76,7 @@ class Decoding:
     _capacity: int = 0
     _top_k: int | None = None
     _wants_tree_top: bool = False
+    _wants_hidden: bool = False
     _own_nan: bool = False
     _noise: Noise = field(init=False)
     _drafting: Drafting = field(init=False)
@@ -88,6 +89,7 @@ class Decoding:
         wanted = [d.target_top for d in self.parts.drafters if d.target_top is not None]
         self._top_k = max(wanted) if wanted else None
         self._wants_tree_top = any(d.tree_top for d in self.parts.drafters)
+        self._wants_hidden = any(d.target_hidden for d in self.parts.drafters)
         self._noise = Noise(self.sampling.seed, target.vocab_size)
         self._drafting = Drafting(self.parts, self.history, self._capacity, self.notices)
 
@@ -98,8 +100,9 @@ class Decoding:
         with watch.stage("prefill"):
             self.cache.reserve(target, self._capacity + self.parts.builder.budget + 1)
             last_only = self._top_k is None
+            states: list[Tensor] | None = [] if self._wants_hidden else None
             for offset, logits in extend(
-                target, self.cache.content, text[:-1], 0, last_only=last_only
+                target, self.cache.content, text[:-1], 0, last_only=last_only, states=states
             ):
                 if not last_only:
                     here = text[offset + 1 : offset + 1 + logits.shape[0]]
@@ -111,6 +114,10 @@ class Decoding:
                 torch.cat([t.tokens for t in tops]),
                 torch.cat([t.logprobs for t in tops]),
             )
+        hidden = None
+        if states is not None:
+            none = torch.empty(0, target.hidden_size or 0, device=target.device)
+            hidden = torch.cat(states) if states else none
         for number, drafter in enumerate(self.parts.drafters):
             context = Context(
                 tuple(text),
@@ -120,6 +127,7 @@ class Decoding:
                 temperature=self.sampling.temperature,
                 seed=self.sampling.seed,
                 stream=DRAWS + number,
+                hidden=hidden,
             )
             drafter.begin(context)
 
@@ -141,9 +149,9 @@ class Decoding:
         n_kv = len(self.history.tokens) - 1
         draft = self._drafting.draft()
         tree = draft.tree
-        logits = self._forward(tree, n_kv)
+        logits, hidden = self._forward(tree, n_kv)
         if has_nan(logits):
-            tree, logits = self._without_draft(tree, logits)
+            tree, logits, hidden = self._without_draft(tree, logits, hidden)
         with parts.watch.stage("verify"):
             target = TargetDistribution(logits, tree, self.sampling, self.history, self._noise)
             with named("verifier", parts.verifier, "verdict"):
@@ -168,16 +176,14 @@ class Decoding:
             # A first chain already sits where it belongs.
             moved = [(i, j) for j, i in enumerate(path, 1) if i != j]
             if moved and self.finish_reason is None:
-                rows_from, rows_to = zip(*moved, strict=True)
-                parts.target.move_(
-                    self.cache.content,
-                    n_kv + torch.tensor(rows_from),
-                    n_kv + torch.tensor(rows_to),
-                )
+                old = torch.tensor([n_kv + i for i, _ in moved])
+                new = torch.tensor([n_kv + j for _, j in moved])
+                parts.target.move_(self.cache.content, old, new)
         number, held = tree.node.tolist(), tree.proposers.tolist()
         nodes, proposers = [number[i] for i in path], [held[i] for i in path]
         if self.finish_reason is None:
-            commit = Commit(tuple(tokens), tuple(nodes), top, tree_top)
+            states = None if hidden is None else hidden[[ROOT, *path][: len(tokens)]]
+            commit = Commit(tuple(tokens), tuple(nodes), top, tree_top, states)
             for drafter in parts.drafters:
                 drafter.observe(commit)
         if draft.layers:
@@ -205,21 +211,26 @@ class Decoding:
             parts.scheduler.finish(record)
         return Step(tokens, tree, path, draft.layers, record)
 
-    def _forward(self, tree: TokenTree, n_kv: int) -> Tensor:
-        """float [N, V]: one forward of the target over the tree."""
+    def _forward(self, tree: TokenTree, n_kv: int) -> tuple[Tensor, Tensor | None]:
+        """float [N, V] and, if a drafter asked, float [N, d]: one forward of the target."""
         n = len(tree)
         visible = np.ones((n, n_kv + n), dtype=np.bool_)
         visible[:, n_kv:] = tree.ancestors.numpy()
+        read = (
+            self.cache.content,
+            tree.token,
+            torch.from_numpy(np.arange(n_kv, n_kv + n)),
+            torch.from_numpy(n_kv + tree.depth.numpy()),
+            torch.from_numpy(visible),
+        )
         with self.parts.watch.stage("target"):
-            return self.parts.target.forward(
-                self.cache.content,
-                tree.token,
-                torch.from_numpy(np.arange(n_kv, n_kv + n)),
-                torch.from_numpy(n_kv + tree.depth.numpy()),
-                torch.from_numpy(visible),
-            )
+            if self._wants_hidden:
+                return self.parts.target.forward_hidden(*read)
+            return self.parts.target.forward(*read), None
 
-    def _without_draft(self, tree: TokenTree, logits: Tensor) -> tuple[TokenTree, Tensor]:
+    def _without_draft(
+        self, tree: TokenTree, logits: Tensor, hidden: Tensor | None
+    ) -> tuple[TokenTree, Tensor, Tensor | None]:
         """The step over the bare root and a clean cache, after NaN turned up in the logits.
 
         A masked row weighs 0, but 0 times NaN is NaN: one node whose keys or values are not finite
@@ -227,7 +238,7 @@ class Decoding:
         reads its row later. What is NaN without any draft is the model's own.
         """
         if self._own_nan:
-            return tree, logits
+            return tree, logits, hidden
         target, text = self.parts.target, self.history.tokens
         with self.parts.watch.stage("target"):
             self.cache.content = target.new_cache(self.cache.rows)
@@ -236,7 +247,7 @@ class Decoding:
         # Whether the draft was spoiled may depend on what was drawn, so that must not be forgotten.
         drawn = None if tree.ledger is None else tree.ledger.of_root()
         bare = replace(TokenTree.root_only(text[-1]), ledger=drawn)
-        logits = self._forward(bare, len(text) - 1)
+        logits, hidden = self._forward(bare, len(text) - 1)
         self._own_nan = has_nan(logits)
         notice = (
             f"target {target.name!r} gives NaN for this text"
@@ -245,7 +256,7 @@ class Decoding:
         )
         if notice not in self.notices:
             self.notices.append(notice)
-        return bare, logits
+        return bare, logits, hidden
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
         """The tokens up to the first that ends the text; sets ``finish_reason`` if one does."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from treegraft.backends.datastore import Datastore, check_tokenizer, open_datastore
-from treegraft.backends.sources import check_device, resolve
+from treegraft.backends.sources import check_device, resolve, resolve_head
 from treegraft.backends.vocabulary import check_vocabularies, fingerprint
 from treegraft.config import BackendConfig
+from treegraft.core.draft_head import DraftHead
+from treegraft.core.errors import ConfigError, UnsupportedModelError
 from treegraft.core.language_model import LanguageModel
 
 
@@ -18,10 +20,20 @@ class Loader:
     transformers is imported with the first model that has to be loaded, not before.
     """
 
-    def __init__(self, backend: BackendConfig, models: dict[str, LanguageModel]) -> None:
+    def __init__(
+        self, backend: BackendConfig, models: Mapping[str, LanguageModel | DraftHead]
+    ) -> None:
         self._backend = backend
         self._given = frozenset(models)
-        self._models = models
+        self._models: dict[str, LanguageModel] = {}
+        # By name and target; None is a head that was handed in.
+        self._heads: dict[tuple[str, str | None], DraftHead] = {}
+        for name, model in models.items():
+            if isinstance(model, DraftHead):
+                self._heads[name, None] = model
+            else:
+                self._models[name] = model
+        self._compiled: dict[tuple[str, str, str, bool], LanguageModel] = {}
         self._tokenizers: dict[str, tuple[Any, str]] = {}
         self._datastores: dict[str, Datastore] = {}
 
@@ -32,8 +44,37 @@ class Loader:
     def check_sources(self, sources: Iterable[str]) -> None:
         """ConfigError for the first name that leads nowhere, before anything is loaded."""
         for source in sources:
+            if (source, None) in self._heads:
+                raise ConfigError(f"{source!r} is a draft head: name it as model of kind head")
             if source not in self._models:
                 resolve(source)
+
+    def check_head(self, source: str) -> None:
+        """ConfigError unless this is the name of a draft head, before anything is loaded."""
+        if source in self._models:
+            raise ConfigError(f"{source!r} is a language model: name it as model of kind lm")
+        if (source, None) not in self._heads:
+            resolve_head(source)
+
+    def head(self, source: str, target: str) -> DraftHead:
+        """The draft head of this name for the target of that, loaded at most once.
+
+        UnsupportedModelError if it was made for another target.
+        """
+        model = self.model(target)
+        head = self._heads.get((source, None)) or self._heads.get((source, target))
+        if head is None:
+            from treegraft.backends.head import load_head
+
+            head = self._heads[source, target] = load_head(source, model)
+        found = (head.vocab_size, head.hidden_size)
+        expected = (model.vocab_size, model.hidden_size)
+        if found != expected:
+            raise UnsupportedModelError(
+                f"head {source!r} has (vocabulary, hidden states) of widths {found}, target "
+                f"{target!r} has {expected}: use a head that was trained for it"
+            )
+        return head
 
     def model(self, source: str) -> LanguageModel:
         """The model of this name, loaded at most once."""
@@ -49,6 +90,43 @@ class Loader:
                 attention=None if attention == "auto" else attention,
             )
         return self._models[source]
+
+    def compiled(
+        self,
+        source: str,
+        backend: BackendConfig,
+        n_nodes: int,
+        on_compile: Callable[[str, int, int], None] | None = None,
+    ) -> LanguageModel:
+        """The model of this name with its forwards as ``backend`` says, compiled at most once.
+
+        ``n_nodes`` : nodes of a usual wide forward. ``on_compile`` gets the name, the pieces of the
+        warm-up that are done and their number. ConfigError where ``compile: on`` cannot be.
+        """
+        model = self.model(source)
+        if backend.compile == "off":
+            return model
+        from treegraft.backends.graphs import CompiledModel, GraphPlan
+        from treegraft.backends.hf import HFLanguageModel
+
+        if not isinstance(model, HFLanguageModel):
+            if backend.compile == "auto":
+                return model
+            raise ConfigError(
+                "backend.compile 'on' compiles models of transformers, found "
+                f"{type(model).__name__} {source!r}: set backend.compile to auto or off"
+            )
+        buckets = backend.buckets
+        if buckets is None:
+            buckets = model.device.type == "cuda"
+        key = (source, backend.compile, backend.compiler, buckets)
+        if key not in self._compiled:
+            plan = GraphPlan(backend.compile, backend.compiler, buckets, n_nodes)
+            tell = on_compile or _nobody
+            self._compiled[key] = CompiledModel(
+                model, plan, lambda done, total: tell(source, done, total)
+            )
+        return self._compiled[key]
 
     def datastore(self, path: str) -> Datastore:
         """The datastore in this folder, opened at most once."""
@@ -113,3 +191,7 @@ class Loader:
             self.model(drafter).vocab_size,
             (target, drafter),
         )
+
+
+def _nobody(source: str, done: int, total: int) -> None:
+    """Takes note of no progress."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from operator import index
 from typing import Any
@@ -20,9 +21,16 @@ from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
 from treegraft.composition import component_graph
 from treegraft.config import PipelineConfig, override
-from treegraft.core.errors import ConfigError, PromptError, ScheduleError, TreegraftError
+from treegraft.core.draft_head import DraftHead
+from treegraft.core.errors import (
+    ConfigError,
+    PromptError,
+    ScheduleError,
+    TreegraftError,
+    UnsupportedModelError,
+)
 from treegraft.core.guard import TimedModel, guard
-from treegraft.core.language_model import LanguageModel
+from treegraft.core.language_model import ForwardCounts, LanguageModel
 from treegraft.core.processors import Processors
 from treegraft.core.roles import Drafter, Scheduler, TreeBackend, TreeBuilder
 from treegraft.core.sampling import History, Sampling
@@ -35,6 +43,7 @@ from treegraft.loading import Loader
 from treegraft.parts import Parts
 from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
+from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.features import FEATURES_VERSION, StateFeatures
 from treegraft.policies.schedulers import (
@@ -84,7 +93,6 @@ class Pipeline:
     """A target, its drafters and the policies between them, ready to decode.
 
     Made by ``build_pipeline``. One text at a time: beginning a new one ends the one before.
-    ``models`` are its models by the names that the config uses, the target's first.
     """
 
     def __init__(
@@ -100,12 +108,12 @@ class Pipeline:
         self.config = config
         self.tokenizer = tokenizer
         self._no_tokenizer = no_tokenizer
+        self._models = dict(models or {})
         self._parts = parts
         self._eos = tuple(token for token in eos if token < parts.target.vocab_size)
         self._cache = TargetCache()
         self._current: object = None
         self._calibration = calibration
-        self.models = dict(models or {})
 
     @property
     def calibration(self) -> Calibration | None:
@@ -121,6 +129,21 @@ class Pipeline:
     def parts(self) -> Parts:
         """The components themselves, for whoever drives them in another way than decoding."""
         return self._parts
+
+    @property
+    def models(self) -> dict[str, LanguageModel]:
+        """Target and model drafters by the names that the config has for them, each once."""
+        return dict(self._models)
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """One line per model that may be compiled: what its warm-up measured and chose."""
+        if self.config.backend.compile == "off":
+            return ()
+        return tuple(
+            model.compiled_as or f"{name}: eager, as it is no model of transformers"
+            for name, model in self._models.items()
+        )
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -305,6 +328,11 @@ class Pipeline:
 
     def _run(self, decoding: Decoding) -> Iterator[Chunk]:
         self._current = decoding
+        counted = {
+            name: replace(model.forward_counts)
+            for name, model in self._models.items()
+            if model.forward_counts is not None
+        }
         watch = self._parts.watch
         watch.lap()
         with _own_modes():
@@ -328,13 +356,22 @@ class Pipeline:
             steps.append(step.record.with_seconds(watch.lap()))
             generation = None
             if decoding.finish_reason is not None:
-                generation = self._finished(decoding, steps, prefill)
+                generation = self._finished(decoding, steps, prefill, counted)
             yield Chunk(step.tokens, text, steps[-1], step.tree, step.path, step.layers, generation)
 
     def _finished(
-        self, decoding: Decoding, steps: list[StepRecord], prefill: dict[str, float]
+        self,
+        decoding: Decoding,
+        steps: list[StepRecord],
+        prefill: dict[str, float],
+        counted: Mapping[str, ForwardCounts],
     ) -> Generation:
         history = decoding.history
+        forwards = {
+            name: found.since(before)
+            for name, before in counted.items()
+            if (found := self._models[name].forward_counts) is not None
+        }
         new = history.tokens[history.n_prompt :]
         text = None
         if self.tokenizer is not None:
@@ -348,6 +385,7 @@ class Pipeline:
             steps=steps,
             prefill=prefill,
             notices=tuple(decoding.notices),
+            forwards=forwards,
         )
 
 
@@ -369,24 +407,27 @@ def _own_modes() -> Iterator[None]:
 
 def build_pipeline(
     config: PipelineConfig,
-    models: Mapping[str, LanguageModel] | None = None,
+    models: Mapping[str, LanguageModel | DraftHead] | None = None,
     tokenizer: Any = None,
     loader: Loader | None = None,
+    on_compile: Callable[[str, int, int], None] | None = None,
 ) -> Pipeline:
     """Compose and load what ``config`` names.
 
     Parameters
     ----------
     config : from ``load_config``, ``parse_config`` or ``PipelineConfig(...)``.
-    models : models that are already loaded, by the name that the config uses for them; the others
-        are loaded. Two roles that name one model share its weights.
+    models : models and draft heads that are already loaded, by the name that the config uses for
+        them; the others are loaded. Two roles that name one model share its weights.
     tokenizer : instead of the target's own.
     loader : a loader that earlier pipelines of the same backend settings used, to share what it
         has loaded; then ``models`` is not looked at.
+    on_compile : told how far the compiling of a model is: its name, pieces done, pieces in all.
 
     Raises
     ------
-    ConfigError : a role is unfilled or a class does not fit, before any weight is loaded.
+    ConfigError : a role is unfilled or a class does not fit, before any weight is loaded; or a
+        model cannot be compiled and ``backend.compile`` is on.
     UnsupportedModelError : a model cannot be verified, or a drafter does not fit the target.
     DatastoreError : a datastore cannot be opened, before any weight is loaded.
     ScheduleError : a learned scheduler cannot be read, or was made for another pipeline.
@@ -401,25 +442,41 @@ def build_pipeline(
     loader.check_sources([config.target.model, *named])
     if tokenizer is not None:
         loader.give_tokenizer(config.target.model, tokenizer)
+    for drafter in config.drafters:
+        if isinstance(drafter, HeadConfig):
+            loader.check_head(drafter.model)
     stores = [drafter.path for drafter in config.drafters if isinstance(drafter, DatastoreConfig)]
     for path in stores:
         loader.check_datastore(config.target.model, path)
     artefact = None
     if isinstance(config.scheduler, ValueConfig):
         artefact = read_artefact(config.scheduler.artefact)
-    target = loader.model(config.target.model)
+    n_nodes = custom["builder"].budget + 1
+    target = loader.compiled(config.target.model, config.backend, n_nodes, on_compile)
     watch = Stopwatch()
+    models_used = {config.target.model: target}
     drafters: list[Drafter] = []
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
         if isinstance(drafter, LmConfig):
-            model = loader.model(drafter.model)
             loader.check_vocabularies(config.target.model, drafter.model)
+            model = loader.compiled(drafter.model, config.backend, n_nodes, on_compile)
+            models_used[drafter.model] = model
             built = build_component("drafter", drafter, TimedModel(model, name, watch))
+        elif isinstance(drafter, HeadConfig):
+            head = loader.head(drafter.model, config.target.model)
+            built = build_component(
+                "drafter", drafter, head, partial(TimedModel, name=name, watch=watch)
+            )
         elif isinstance(drafter, DatastoreConfig):
             loader.check_datastore(config.target.model, drafter.path)
             built = build_component("drafter", drafter, loader.datastore(drafter.path))
         else:
             built = build_component("drafter", drafter)
+        if built.target_hidden and target.hidden_size is None:
+            raise UnsupportedModelError(
+                f"drafter {name!r} asks for hidden states, and target {target.name!r} hands out "
+                "none: leave the drafter out or use another target"
+            )
         drafters.append(guard(built, name, watch))
     tree_class = _TREES[config.backend.kind]
     calibration = None
@@ -430,8 +487,7 @@ def build_pipeline(
         made = tree_class(target.vocab_size)
         return made if calibration is None else CalibratedTree(made, calibration.for_text())
 
-    used = {name: loader.model(name) for name in (config.target.model, *named)}
-    scheduler = _scheduler(config, custom["builder"], artefact, used)
+    scheduler = _scheduler(config, custom["builder"], artefact, models_used)
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
@@ -453,7 +509,7 @@ def build_pipeline(
         loader.eos(source),
         loader.no_tokenizer(source),
         calibration,
-        models=used,
+        models_used,
     )
 
 

@@ -31,6 +31,15 @@ from treegraft.cli import app as cli
             "hub id)",
         ),
         (
+            "generate --target m --drafter head -p x",
+            "--drafter head needs a draft head: head:DIR or head:zoo:head",
+        ),
+        (
+            "generate --target zoo:target --drafter head:no/where -p x",
+            "head 'no/where': no head.json there; name a folder that holds head.json and "
+            "head.safetensors",
+        ),
+        (
             "generate --target m --scheduler sometimes -p x",
             "--scheduler must be one of never, always, priority, cost_aware, budgeted, "
             "fixed:NAME,NAME,..., value:DIR or package.module:Class, found 'sometimes'",

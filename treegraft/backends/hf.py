@@ -9,7 +9,7 @@ Shapes (docs/shapes.md): n queries of this forward, K kv span, S cache rows, V v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -80,14 +80,18 @@ class HFLanguageModel(LanguageModel):
         if self_test:
             self._self_test()
 
-    def new_cache(self, n_rows: int, old: KVSlab | None = None) -> KVSlab:
-        """Open a KV slab of ``n_rows`` rows (S), with the content of ``old`` if given."""
+    def new_cache(self, n_rows: int, old: KVSlab | None = None, n_spare: int = 0) -> KVSlab:
+        """Open a KV slab of ``n_rows`` rows (S), with the content of ``old`` if given.
+
+        ``n_spare`` rows more stand behind them: see KVSlab.
+        """
         cache = KVSlab(
             n_layers=self.report.n_layers,
             n_rows=n_rows,
             layout=self._layout,
             positions_device=self.device if self._windowed else None,
             past_per_query=self.report.positions_from_cache,
+            n_spare=n_spare,
         )
         if old is not None:
             cache.take_over_(old)
@@ -103,21 +107,43 @@ class HFLanguageModel(LanguageModel):
         last_only: bool = False,
     ) -> Tensor:
         """Read ``n`` tokens and return their next-token logits: see LanguageModel.forward."""
+        return self.read(self._call, cache, tokens, rows, positions, visible, last_only)
+
+    def read(
+        self,
+        call: Callable[[dict[str, Any]], Tensor],
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        """``forward`` with ``call`` in the model's place.
+
+        ``call`` gets the arguments that the model's own forward would get, and returns its logits,
+        [1, n, V] in the dtype of the weights.
+        """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.forward(cache, tokens, rows, positions, visible, last_only)
+                return self.read(call, cache, tokens, rows, positions, visible, last_only)
         kind = self.device.type
         if torch.is_autocast_enabled(kind):
             # The cache holds keys and values in the dtype of the weights.
             with torch.autocast(kind, enabled=False):
-                return self.forward(cache, tokens, rows, positions, visible, last_only)
+                return self.read(call, cache, tokens, rows, positions, visible, last_only)
         if self.model.training:
             with self._evaluating():
-                return self._forward(cache, tokens, rows, positions, visible, last_only)
-        return self._forward(cache, tokens, rows, positions, visible, last_only)
+                return self._read(call, cache, tokens, rows, positions, visible, last_only)
+        return self._read(call, cache, tokens, rows, positions, visible, last_only)
 
-    def _forward(
+    def _call(self, arguments: dict[str, Any]) -> Tensor:
+        logits: Tensor = self.model(**arguments).logits
+        return logits
+
+    def _read(
         self,
+        call: Callable[[dict[str, Any]], Tensor],
         cache: KVSlab,
         tokens: Tensor,
         rows: Tensor,
@@ -143,12 +169,41 @@ class HFLanguageModel(LanguageModel):
             arguments["cache_position"] = rows.to(device, non_blocking=True)
         if last_only and self.report.logits_to_keep:
             arguments["logits_to_keep"] = 1
-        logits: Tensor = self.model(**arguments).logits.squeeze(0)
+        logits = call(arguments).squeeze(0)
         if last_only and logits.shape[0] != 1:
             logits = logits[-1:]
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         return logits
+
+    def forward_hidden(
+        self, cache: KVSlab, tokens: Tensor, rows: Tensor, positions: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read ``n`` tokens; logits and hidden states: see LanguageModel.forward_hidden."""
+        with self._states_shown() as states:
+            logits = self.forward(cache, tokens, rows, positions, visible)
+        if not states:
+            raise UnsupportedModelError(f"{self._label} hands out no hidden states")
+        return logits, states[-1]
+
+    @contextmanager
+    def _states_shown(self) -> Iterator[list[Tensor]]:
+        """A list that gets what each forward gives its output layer, float [n, d].
+
+        A hook that is gone when the forward is over: what a model's own ``output_hidden_states``
+        calls the last one is not what its output layer reads in every architecture.
+        """
+        states: list[Tensor] = []
+
+        def note(_: Any, given: tuple[Any, ...]) -> None:
+            if given:
+                states.append(given[0].detach().flatten(0, -2))
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(note)
+        try:
+            yield states
+        finally:
+            hook.remove()
 
     def move_(self, cache: KVSlab, source: Tensor, target: Tensor) -> None:
         """Copy cache rows: see LanguageModel.move_."""
@@ -216,8 +271,9 @@ class HFLanguageModel(LanguageModel):
         """Read one token, to learn what the layers store and how wide the logits are."""
         cache = self.new_cache(1)
         zero = torch.zeros(1, dtype=torch.int64)
-        with self._refusing("one token"):
+        with self._refusing("one token"), self._states_shown() as states:
             logits = self.forward(cache, zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))
+        self.hidden_size = states[-1].shape[-1] if states else None
         self._layout = cache.layout()
         if all(shapes is None for shapes in self._layout):
             raise UnsupportedModelError(

@@ -124,10 +124,14 @@ class KVSlab(Cache):  # type: ignore[misc]
         models with windows, which reach back by position and not by row.
     past_per_query : answer ``get_seq_length`` with int64 [n], ``positions - arange(n)``, for models
         that derive positions from it although position ids were given.
+    n_spare : rows behind the S (which then are a multiple of 16) that a forward may write and none
+        reads: where the queries that pad a forward leave their keys.
 
     Attributes
     ----------
     positions : int64, at least [S], position of the token in each row; 0 in rows never written.
+    first_spare : number of the first spare row.
+    graphs : what was captured on this slab's addresses; for graphs.py.
     """
 
     def __init__(
@@ -137,12 +141,15 @@ class KVSlab(Cache):  # type: ignore[misc]
         layout: tuple[tuple[SlotShape, SlotShape] | None, ...] | None = None,
         positions_device: torch.device | None = None,
         past_per_query: bool = False,
+        n_spare: int = 0,
     ) -> None:
         self._aim = _Aim()
-        self._n_stored = _round_up(n_rows)
+        self.first_spare = _round_up(n_rows)
+        self._n_stored = self.first_spare + n_spare
         self._slab_layers = [SlabLayer(self._n_stored, self._aim) for _ in range(n_layers)]
         super().__init__(layers=self._slab_layers)
         self.n_rows = n_rows
+        self.graphs: dict[Any, Any] = {}
         self.past_per_query = past_per_query
         self.positions: Tensor | None = None
         self._blocks: list[tuple[Tensor, list[int]]] = []  # tensor, and the slots it holds
@@ -206,7 +213,11 @@ class KVSlab(Cache):  # type: ignore[misc]
             )
         if rows.device.type == "cpu":  # on an accelerator a look would wait for it
             listed = rows.tolist()
-            if not listed or min(listed) < 0 or max(listed) >= span:
+            beyond = bool(listed) and max(listed) >= span
+            if beyond and self.first_spare < self._n_stored:
+                inside = [row for row in listed if row < self.first_spare or row >= self._n_stored]
+                beyond = bool(inside) and max(inside) >= span
+            if not listed or min(listed) < 0 or beyond:
                 raise CapacityError(
                     f"a forward writes rows {listed[:8]} and reads the first {span}: "
                     "every row written must be among those read"
@@ -225,6 +236,15 @@ class KVSlab(Cache):  # type: ignore[misc]
             aim.span = reach
             self._cut_views()
         return reach
+
+    @property
+    def destination(self) -> Tensor:
+        """int64 [n]: the rows that the next forward writes, on the device of the first layer."""
+        return self._aim.rows
+
+    @destination.setter
+    def destination(self, rows: Tensor) -> None:
+        self._aim.rows = rows
 
     def _cut_views(self) -> None:
         for layer in self._slab_layers:
@@ -266,8 +286,9 @@ class KVSlab(Cache):  # type: ignore[misc]
             for layer, theirs in zip(self._slab_layers, old._slab_layers, strict=True):
                 if theirs.keys is not None and theirs.values is not None:
                     layer.lazy_initialization(theirs.keys, theirs.values)
+        n_rows = old.first_spare  # what padding wrote behind them is nobody's
         for (store, axis), (held, _) in zip(self._stores(), old._stores(), strict=True):
-            store.narrow(axis, 0, held.shape[axis]).copy_(held)
+            store.narrow(axis, 0, n_rows).copy_(held.narrow(axis, 0, n_rows))
 
     def _stores(self) -> list[tuple[Tensor, int]]:
         """Every tensor with rows in it, and its row axis."""

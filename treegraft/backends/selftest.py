@@ -15,7 +15,7 @@ from torch import Tensor
 from treegraft.backends.adapter import CHUNKED, SLIDING, AdapterReport
 from treegraft.core.language_model import LanguageModel
 
-__all__ = ["N_POSITIONS", "allowed_error", "tree_error"]
+__all__ = ["N_POSITIONS", "allowed_error", "relative_error", "tree_error"]
 
 # Breadth first, so that most nodes stand right after a row they must not see: a model that ignores
 # the mask or counts positions by rows errs on five of the seven nodes.
@@ -96,7 +96,7 @@ def tree_error(
         + [reference[2, n_kept], reference[3, n_kept]]
     )
     found = torch.cat([on_tree, after_commit])
-    return _relative_error(found, expected, report.dtype)
+    return relative_error(found, expected, report.dtype)
 
 
 def allowed_error(report: AdapterReport, device: torch.device) -> float:
@@ -121,7 +121,7 @@ def _float32_is_exact(device: torch.device) -> bool:
     return bool((found - exact).abs().max() < 1e-3)
 
 
-def _relative_error(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+def relative_error(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     """Error of [m, V] logits per node, reduced as ``tree_error`` says; NaN counts as infinite."""
     found, expected = found.double(), expected.double()
     # The second term keeps constant logits from dividing rounding errors by nothing.

@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from treegraft.core.errors import ConfigError, TreegraftError, UnsupportedModelError
 
-__all__ = ["check_device", "one_line", "parse_dtype", "reading", "resolve"]
+__all__ = [
+    "HEAD_FILES",
+    "check_device",
+    "one_line",
+    "parse_dtype",
+    "reading",
+    "resolve",
+    "resolve_head",
+]
+
+HEAD_FILES = ("head.json", "head.safetensors")
+"""A draft head's folder: what it is, and its weights."""
 
 
 def resolve(source: str) -> str:
@@ -37,6 +49,25 @@ def resolve(source: str) -> str:
             "or zoo:NAME"
         )
     return source
+
+
+def resolve_head(source: str) -> Path:
+    """The folder of the draft head of this name, ``zoo:head`` or a path; ConfigError if it is none.
+
+    Nothing is read.
+    """
+    if source.startswith("zoo:"):
+        from treegraft.zoo.catalog import zoo_head_path
+
+        return zoo_head_path(source)
+    folder = Path(source).expanduser()
+    missing = [name for name in HEAD_FILES if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"head {source!r}: no {missing[0]} there; name a folder that holds "
+            f"{' and '.join(HEAD_FILES)}"
+        )
+    return folder
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:

@@ -4,7 +4,8 @@ This is the one definition of the physical limit. A *bare forward* is the model'
 called with arguments that are ready: ids, positions, the additive mask, a cache that knows where to
 write. It reads as many tokens over as wide a span as the forward that it stands for, on a cache of
 its own. For a model of transformers that is the call of its module; for any other ``LanguageModel``
-(a model of one's own) it is ``forward`` itself.
+(one's own, or one whose forwards are compiled) it is ``forward`` with ready tensors, so what that
+prepares itself counts as the forward's.
 """
 
 from __future__ import annotations

@@ -245,11 +245,13 @@ def stage_seconds(statistics: Statistics) -> dict[str, float]:
 
 
 def build_pipelines(
-    configs: Mapping[str, PipelineConfig], models: Mapping[str, LanguageModel] | None = None
+    configs: Mapping[str, PipelineConfig],
+    models: Mapping[str, LanguageModel] | None = None,
+    on_compile: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Pipeline]:
     """Build one pipeline per config; those with the same dtype and device share loaded models.
 
-    ``models`` : models that are already loaded, as for ``build_pipeline``.
+    ``models`` : models that are already loaded, and ``on_compile``, as for ``build_pipeline``.
     """
     loaders: dict[tuple[str, str, str], Loader] = {}
     pipelines = {}
@@ -257,7 +259,7 @@ def build_pipelines(
         backend = config.backend
         key = (backend.dtype, backend.device, backend.attention)
         loader = loaders.setdefault(key, Loader(backend, dict(models or {})))
-        pipelines[name] = build_pipeline(config, loader=loader)
+        pipelines[name] = build_pipeline(config, loader=loader, on_compile=on_compile)
     return pipelines
 
 

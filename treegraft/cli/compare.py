@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treegraft.cli.options import Json, Limit, MaxNewTokens, PromptFile, Seed, Temperature
-from treegraft.cli.output import note, print_json, progress, stdout, working
+from treegraft.cli.output import loading, note, print_json, progress, stdout
 
 if TYPE_CHECKING:
     from treegraft.bench.comparison import Comparison
@@ -51,8 +51,10 @@ def compare(
         named = {name: override(config, settings) for name, config in named.items()}
     bench.check_comparable(named)
     wanted = read_prompts(prompts, limit)
-    with working("loading models"):
-        pipelines = bench.build_pipelines(named)
+    with loading("loading models") as on_compile:
+        pipelines = bench.build_pipelines(named, on_compile=on_compile)
+    for line in dict.fromkeys(line for p in pipelines.values() for line in p.compiled):
+        note(line)
     for each in wanted:
         next(iter(pipelines.values())).encode(each.content)
     with progress("comparing", len(wanted) * repeat) as tick:

@@ -15,6 +15,7 @@ import typer
 
 from treegraft.cli.options import (
     Budget,
+    Compile,
     ConfigFile,
     Depth,
     Device,
@@ -33,7 +34,7 @@ from treegraft.cli.options import (
     pipeline_config,
     prompt_list,
 )
-from treegraft.cli.output import line_file, note, print_json, progress, stderr, working
+from treegraft.cli.output import line_file, loading, note, print_json, progress, stderr
 
 if TYPE_CHECKING:
     from treegraft.core.stats import Generation
@@ -84,6 +85,7 @@ def generate(
     budget: Budget = None,
     dtype: Dtype = None,
     device: Device = None,
+    compile_: Compile = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -111,6 +113,7 @@ def generate(
             budget=budget,
             dtype=dtype,
             device=device,
+            compile=compile_,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -131,8 +134,10 @@ def generate(
         file = None
         if trace is not None:
             file = stack.enter_context(line_file(trace, "--trace", (config, prompts)))
-        with working("loading models"):
-            pipeline = build_pipeline(resolved)
+        with loading("loading models") as on_compile:
+            pipeline = build_pipeline(resolved, on_compile=on_compile)
+        for line in pipeline.compiled:
+            note(line)
         if chat:
             wanted = [_in_chat(p, pipeline) for p in wanted]
         for each in wanted:  # a bad prompt is said before the first one is decoded

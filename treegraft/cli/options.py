@@ -28,8 +28,8 @@ Drafters = Annotated[
     list[str] | None,
     typer.Option(
         "--drafter",
-        help="A kind (ngram, suffix, recycle), datastore:DIR, a model, or package.module:Class; "
-        "repeat, cheapest first.",
+        help="A kind (ngram, suffix, recycle), datastore:DIR, head:DIR, a model, or "
+        "package.module:Class; repeat, cheapest first.",
     ),
 ]
 SchedulerName = Annotated[
@@ -48,6 +48,10 @@ Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, float64, bfloat16, float16 or auto.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N or mps.")]
+Compile = Annotated[
+    str | None,
+    typer.Option("--compile", help="Compile the forwards: off, on, or auto (what is faster)."),
+]
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", "-n", help="Most tokens to produce per prompt.")
 ]
@@ -82,6 +86,7 @@ class PipelineOptions:
     budget: int | None = None
     dtype: str | None = None
     device: str | None = None
+    compile: str | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -94,7 +99,7 @@ class PipelineOptions:
 
 _ROOMS = {
     "builder": ("depth", "width", "budget"),
-    "backend": ("dtype", "device"),
+    "backend": ("dtype", "device", "compile"),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "stop": ("max_new_tokens", "strings"),
 }
@@ -196,6 +201,10 @@ def _drafter(text: str) -> dict[str, Any]:
                 f"--drafter {text} needs a folder: datastore:DIR, made by treegraft datastore build"
             )
         return {"kind": kind, "path": path}
+    if kind == "head":
+        if not path:
+            raise ConfigError(f"--drafter {text} needs a draft head: head:DIR or head:zoo:head")
+        return {"kind": kind, "model": path}
     if text in kinds:
         needed = [n for n, field in kinds[text][0].model_fields.items() if field.is_required()]
         if needed:

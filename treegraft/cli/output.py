@@ -171,6 +171,12 @@ class Ticker:
         """One more piece is done; takes and ignores what callbacks hand over."""
         self._bar.advance(self._task)
 
+    def piece(self, name: str, done: int, total: int) -> None:
+        """``done`` of ``total`` pieces of compiling ``name`` are done."""
+        label = f"compiling {name}" if done < total else "loading models"
+        known = total if done < total else None
+        self._bar.update(self._task, description=label, completed=done, total=known)
+
 
 @contextmanager
 def progress(label: str, total: int | None, shown: bool = True) -> Iterator[Ticker]:
@@ -196,6 +202,16 @@ def progress(label: str, total: int | None, shown: bool = True) -> Iterator[Tick
         redirect_stderr=False,
     ) as bar:
         yield Ticker(bar, label, total)
+
+
+@contextmanager
+def loading(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while models are loaded, of unknown length until one is compiled.
+
+    Yields what ``build_pipeline`` takes as ``on_compile``.
+    """
+    with progress(label, None) as tick:
+        yield tick.piece
 
 
 @contextmanager

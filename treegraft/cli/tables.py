@@ -183,6 +183,9 @@ def statistics_report(statistics: Statistics) -> Group:
         table.add_row(Text(key), Text(value), Text(DEFINITIONS[key], style="dim"))
     seconds = ", ".join(f"{k} {v:.3f}" for k, v in stage_seconds(statistics).items())
     parts: list[Table | Text] = [table, Text(f"seconds: {seconds}")]
+    for name, counts in statistics.forwards.items():
+        ran = f"{counts.compiled} compiled, {counts.eager} eager, {counts.outside} outside"
+        parts.append(Text(f"forwards of {name}: {ran}"))
     if statistics.drafters:
         drafters = new_table("", *_DRAFTER_COLUMNS)
         for name, cells in _by_drafter(statistics).items():

@@ -13,6 +13,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -27,7 +28,8 @@ from treegraft.policies.builders import (
 )
 from treegraft.policies.calibration import CalibrationConfig
 from treegraft.policies.drafters.datastore import DatastoreConfig
-from treegraft.policies.drafters.lm import LmConfig
+from treegraft.policies.drafters.head import HeadConfig
+from treegraft.policies.drafters.lm import LmConfig, ModelDrafterConfig
 from treegraft.policies.drafters.ngram import NgramConfig
 from treegraft.policies.drafters.recycle import RecycleConfig
 from treegraft.policies.drafters.suffix import SuffixConfig
@@ -79,6 +81,7 @@ DrafterConfig = Annotated[
     | Annotated[RecycleConfig, Tag("recycle")]
     | Annotated[DatastoreConfig, Tag("datastore")]
     | Annotated[LmConfig, Tag("lm")]
+    | Annotated[HeadConfig, Tag("head")]
     | Annotated[CustomDrafterConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]
@@ -197,6 +200,27 @@ class BackendConfig(Strict):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="Attention implementation of transformers; auto prefers sdpa."
     )
+    compile: Literal["off", "on", "auto"] = Field(
+        "off",
+        description="Compile the forwards of target and drafters when the pipeline is built: off, "
+        "on, or auto, which measures and keeps what is faster.",
+    )
+    compiler: Literal["inductor", "aot_eager", "eager"] = Field(
+        "inductor",
+        description="torch.compile's backend. inductor needs a C++ compiler and makes the fastest "
+        "programs; the others only take Python out of the forward.",
+    )
+    buckets: bool | None = Field(
+        None,
+        description="Whether compiled forwards are padded to fixed shapes, each of which becomes a "
+        "CUDA graph; null: on a GPU, as a CPU pays for padding.",
+    )
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        # YAML 1.1 reads off and on without quotes as false and true.
+        return {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
 
 
 class PipelineConfig(Strict):
@@ -266,7 +290,7 @@ class PipelineConfig(Strict):
         for name in self.ride_along:
             if name not in names:
                 raise ValueError(f"ride_along names drafter {name!r}, found drafters {list(names)}")
-            if isinstance(self.drafters[names.index(name)], LmConfig):
+            if isinstance(self.drafters[names.index(name)], ModelDrafterConfig):
                 raise ValueError(
                     f"ride_along takes drafters that do not score, found {name!r}, which is a model"
                 )
@@ -328,7 +352,7 @@ class PipelineConfig(Strict):
             return True
         draws = any(
             drafter.children != "topk"
-            if isinstance(drafter, LmConfig)
+            if isinstance(drafter, ModelDrafterConfig)
             else isinstance(drafter, CustomConfig)
             for drafter in self.drafters
         )
@@ -378,7 +402,7 @@ def _is_unicode(text: str) -> bool:
 def _name(drafter: DrafterConfig) -> str:
     if drafter.name is not None:
         return drafter.name
-    if isinstance(drafter, LmConfig):
+    if isinstance(drafter, ModelDrafterConfig):
         return drafter.model.replace(":", "/").rstrip("/").split("/")[-1]
     return drafter.kind.split(":")[-1]
 

@@ -82,6 +82,7 @@ class _GuardedDrafter(Drafter):
         self._boundary = boundary
         self.target_top = drafter.target_top
         self.tree_top = drafter.tree_top
+        self.target_hidden = drafter.target_hidden
         self.limit = drafter.limit
 
     def begin(self, context: Context) -> None:
@@ -103,6 +104,7 @@ class _GuardedScoringDrafter(ScoringDrafter):
         self._boundary = boundary
         self.target_top = drafter.target_top
         self.tree_top = drafter.tree_top
+        self.target_hidden = drafter.target_hidden
         self.limit = drafter.limit
 
     def begin(self, context: Context) -> None:
@@ -143,6 +145,8 @@ class TimedModel(LanguageModel):
         self.vocab_size = model.vocab_size
         self.max_positions = model.max_positions
         self.device = model.device
+        # The counts themselves: the model goes on counting in them.
+        self.forward_counts = model.forward_counts
 
     def new_cache(self, n_rows: int, old: Any = None) -> Any:
         return self._model.new_cache(n_rows, old)

@@ -60,6 +60,9 @@ class Context:
     capacity : most tokens the text can come to hold, prompt included.
     vocab_size : number of ids that may be proposed; others are dropped.
     top : the target at places 1..len(tokens)-1, or None if no drafter asked or there are none.
+    hidden : float [len(tokens) - 1, d] on the target's device in its dtype, the target's hidden
+        states behind places 0..len(tokens)-2, so that row j is what row j of ``top`` was made of
+        and says what stands at place j + 1; None if no drafter asked.
     temperature, seed : those of the text's sampling, for drafters that draw.
     stream : which stream of the seeded noise is the drafter's own (``sampling.keyed_gumbel``); one
         that draws must use no other, and least of all the target's.
@@ -72,6 +75,7 @@ class Context:
     temperature: float = 0.0
     seed: int = 0
     stream: int = DRAWS
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +89,16 @@ class Commit:
         ``path[j]`` holds ``tokens[j]``.
     top : the target at the places of ``tokens``, or None if no drafter asked.
     tree_top : the target behind every node that it read, or None if no drafter asked.
+    hidden : float [n, d] as in ``Context``: row j is the target's hidden state that ``tokens[j]``
+        was taken from, the one behind the token before it; row 0 stands behind the tree's root and
+        row j behind node ``path[j - 1]``. None if no drafter asked.
     """
 
     tokens: Sequence[int]
     path: Sequence[int]
     top: TargetTop | None
     tree_top: TreeTop | None = None
+    hidden: Tensor | None = None
 
 
 class TreeBackend(ABC):
@@ -259,12 +267,15 @@ class Drafter(ABC):
         only the logprob of the token that stands there; None: it does not look at the target).
     tree_top : whether it wants those top tokens behind every node of the verified tree too,
         rejected ones included; needs ``target_top``.
+    target_hidden : whether it wants the target's hidden states at the places of the text. Targets
+        without any (``LanguageModel.hidden_size``) are then refused.
     limit : longest text in tokens that it can draft for, or None. Past it the pipeline calls the
         next cheaper drafter instead, and says so once.
     """
 
     target_top: int | None = None
     tree_top: bool = False
+    target_hidden: bool = False
     limit: int | None = None
 
     @abstractmethod

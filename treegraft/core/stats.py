@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from treegraft.core.language_model import ForwardCounts
 from treegraft.core.stopwatch import DRAFTER, FORWARD
 
 DEFINITIONS = {
@@ -33,6 +34,9 @@ DEFINITIONS = {
     "over trees), forward:NAME (forwards of a drafter's model; the first one reads the prompt), "
     "drafter:NAME (the rest of what a drafter does), tree (operations on the working tree), "
     "scheduler, verify (sampling, walk, KV rows moved), host (everything else)",
+    "forwards": "forwards of each model that backend.compile concerns: run by a compiled program; "
+    "eagerly, as its warm-up chose for their kind (a prompt's always); or eagerly because no "
+    "program and no bucket fits them (outside)",
     "overhead_share": "share of all seconds that is neither the target's prefill nor a forward of "
     "the target or of a drafter's model",
     "tokens_per_second": "new tokens per second of the whole run, prefill included",
@@ -97,6 +101,7 @@ class Generation:
     n_prompt : tokens of the prompt.
     drafters : names, in the order of the numbers in ``steps``.
     prefill : seconds by stage before the first step. notices : what was switched off, and why.
+    forwards : how those of each model that may be compiled ran, by the model's name in the config.
     """
 
     tokens: list[int]
@@ -107,6 +112,7 @@ class Generation:
     steps: list[StepRecord]
     prefill: dict[str, float] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    forwards: dict[str, ForwardCounts] = field(default_factory=dict)
 
     @property
     def statistics(self) -> Statistics:
@@ -134,6 +140,7 @@ class Statistics:
     side_calls: tuple[int, ...]
     reused: int
     reuse_rate: float
+    forwards: dict[str, ForwardCounts] = field(default_factory=dict)
 
     @property
     def drafter_seconds(self) -> dict[str, float]:
@@ -214,6 +221,7 @@ class Statistics:
             ),
             reused=sum(step.reused for step in steps),
             reuse_rate=sum(step.reused > 0 for step in steps) / max(len(steps), 1),
+            forwards=_added(generation.forwards for generation in generations),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -242,4 +250,13 @@ class Statistics:
             },
             "drafter_seconds": self.drafter_seconds,
             "seconds": self.seconds,
+            "forwards": {name: asdict(counts) for name, counts in self.forwards.items()},
         }
+
+
+def _added(counts: Iterable[Mapping[str, ForwardCounts]]) -> dict[str, ForwardCounts]:
+    total: dict[str, ForwardCounts] = {}
+    for each in counts:
+        for name, counted in each.items():
+            total[name] = total.get(name, ForwardCounts()) + counted
+    return total

@@ -7,7 +7,8 @@ step takes besides is fitted to the layers of each drafter and to the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, final
@@ -30,7 +31,7 @@ from treegraft.core.language_model import LanguageModel
 from treegraft.core.roles import DraftState, Scheduler
 from treegraft.core.stats import StepRecord
 from treegraft.core.stopwatch import FORWARD
-from treegraft.pipeline import Pipeline, build_pipeline
+from treegraft.pipeline import Pipeline
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.prompts import Prompt
 
@@ -98,39 +99,42 @@ class _Drawn(Scheduler):
         """Nothing to learn."""
 
 
-@final
-class _Meter(LanguageModel):
-    """Passes everything on and notes width, context and seconds of each forward."""
+_Noted = list[tuple[int, int, float]]
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._inner = model
-        self.name, self.vocab_size = model.name, model.vocab_size
-        self.max_positions, self.device = model.max_positions, model.device
-        # What is asked of models besides the role: settings of generation, reports.
-        self.model = getattr(model, "model", None)
-        self.report = getattr(model, "report", None)
-        self.noted: list[tuple[int, int, float]] = []
 
-    def new_cache(self, n_rows: int, old: Any = None) -> Any:
-        return self._inner.new_cache(n_rows, old)
+@contextmanager
+def _metered(models: Mapping[str, LanguageModel]) -> Iterator[dict[str, _Noted]]:
+    """Inside, forwards of the models are noted by name: width, context and seconds of each.
 
-    def forward(
-        self,
-        cache: Any,
-        tokens: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        last_only: bool = False,
-    ) -> Tensor:
-        start = perf_counter()
-        logits = self._inner.forward(cache, tokens, rows, positions, visible, last_only)
-        context = int(visible.shape[1]) - int(tokens.shape[0])
-        self.noted.append((int(tokens.shape[0]), context, perf_counter() - start))
-        return logits
+    The models themselves are watched, not stand-ins for them, so that compiled ones stay compiled.
+    """
+    noted: dict[str, _Noted] = {name: [] for name in models}
 
-    def move_(self, cache: Any, source: Tensor, target: Tensor) -> None:
-        self._inner.move_(cache, source, target)
+    def watched(forward: Callable[..., Any], mine: _Noted) -> Callable[..., Any]:
+        def run(
+            cache: Any,
+            tokens: Tensor,
+            rows: Tensor,
+            positions: Tensor,
+            visible: Tensor,
+            *rest: Any,
+            **more: Any,
+        ) -> Any:
+            start = perf_counter()
+            logits = forward(cache, tokens, rows, positions, visible, *rest, **more)
+            width = int(tokens.shape[0])
+            mine.append((width, int(visible.shape[1]) - width, perf_counter() - start))
+            return logits
+
+        return run
+
+    try:
+        for name, model in models.items():
+            vars(model)["forward"] = watched(model.forward, noted[name])
+        yield noted
+    finally:
+        for model in models.values():
+            vars(model).pop("forward", None)
 
 
 @dataclass(slots=True)
@@ -193,24 +197,17 @@ def _decode(
 ) -> list[_Step]:
     """Decode with drawn schedules and metered models; the first step of a text does not count."""
     config = pipeline.config
-    meters = {name: _Meter(model) for name, model in pipeline.models.items()}
-    metered = build_pipeline(config, models=meters, tokenizer=pipeline.tokenizer)
-    metered = metered.with_scheduler(_Drawn(seed))
+    drawn = pipeline.with_scheduler(_Drawn(seed))
     by_curve = {TARGET: config.target.model}
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
         if isinstance(drafter, LmConfig):
             by_curve[DRAFTER + name] = drafter.model
-    # One model in two roles: forwards of the step's end are the target's.
     steps: list[_Step] = []
     for prompt in prompts:
         encoded = pipeline.encode(prompt.content)
         number = 0
-        for chunk in metered.stream(encoded, max_new_tokens=tokens, min_new_tokens=0):
-            noted = {name: meters[source].noted for name, source in by_curve.items()}
-            record = chunk.step
-            forwards = _assigned(noted, record)
-            for meter in meters.values():
-                meter.noted = []
+        for record, by_model in _noting(drawn, encoded, tokens):
+            forwards = _assigned({name: by_model[source] for name, source in by_curve.items()})
             number += 1
             if number == 1:
                 continue
@@ -227,9 +224,18 @@ def _decode(
     return steps
 
 
-def _assigned(
-    noted: Mapping[str, list[tuple[int, int, float]]], record: StepRecord
-) -> list[tuple[str, int, int, float]]:
+def _noting(
+    pipeline: Pipeline, prompt: Sequence[int], tokens: int
+) -> Iterator[tuple[StepRecord, dict[str, _Noted]]]:
+    """The record of each step and the forwards in it."""
+    with _metered(pipeline.models) as noted:
+        for chunk in pipeline.stream(prompt, max_new_tokens=tokens, min_new_tokens=0):
+            yield chunk.step, {name: list(forwards) for name, forwards in noted.items()}
+            for forwards in noted.values():
+                forwards.clear()
+
+
+def _assigned(noted: Mapping[str, _Noted]) -> list[tuple[str, int, int, float]]:
     """The forwards of a step by curve; where roles share a model the last one is the target's."""
     found = [(TARGET, *noted[TARGET][-1])] if noted[TARGET] else []
     shared = noted[TARGET]

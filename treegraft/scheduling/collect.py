@@ -40,6 +40,7 @@ from treegraft.core.sampling import DRAWS, History
 from treegraft.core.tree import ROOT, TokenTree
 from treegraft.drafting import Drafting
 from treegraft.pipeline import Pipeline
+from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.drafters.suffix import SuffixConfig
 from treegraft.policies.features import StateFeatures, TextFeatures
@@ -82,6 +83,11 @@ def check_collectable(config: PipelineConfig) -> None:
             raise ConfigError(
                 "drafters must not keep earlier texts (store_tokens: 0) to evaluate schedules "
                 f"offline, found {drafter.store_tokens} of {name!r}: it would have seen the text"
+            )
+        if isinstance(drafter, HeadConfig):
+            raise ConfigError(
+                "drafters must not ask for the target's hidden states to evaluate schedules "
+                f"offline, found {name!r}: traces do not keep them"
             )
         draws = isinstance(drafter, LmConfig) and drafter.children != "topk"
         if draws and config.sampling.temperature > 0.0:

@@ -63,6 +63,7 @@ class ShadowDrafter(ScoringDrafter):
         self._child: dict[tuple[int, int], int] = {}
         self.target_top = drafter.target_top
         self.tree_top = drafter.tree_top
+        self.target_hidden = drafter.target_hidden
         self.limit = drafter.limit
         self.reading = Reading()
 

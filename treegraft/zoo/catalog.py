@@ -44,6 +44,19 @@ def zoo_path(name: str) -> Path:
     return folder
 
 
+def zoo_head_path(name: str) -> Path:
+    """Folder of the draft head ``zoo:head``; ConfigError for another name."""
+    if name.removeprefix(PREFIX) != "head":
+        raise ConfigError(f"the zoo's only draft head is {PREFIX}head, found {name!r}")
+    folder = _HERE / "head"
+    if not (folder / "head.safetensors").is_file():
+        raise ConfigError(
+            f"head {PREFIX}head: this copy of treegraft has no weights in {str(folder)!r}; "
+            "install a wheel that brings them, or make them with recipes/zoo"
+        )
+    return folder
+
+
 def zoo_kinds() -> tuple[str, ...]:
     """Kinds of the shipped prompts, in alphabetical order."""
     return tuple(sorted(path.stem for path in (_HERE / "prompts").glob("*.jsonl")))

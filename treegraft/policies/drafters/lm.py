@@ -20,12 +20,12 @@ from treegraft.core.sampling import keyed_gumbel
 from treegraft.core.tree import ROOT, Proposals
 
 
-class LmConfig(BaseModel):
-    """A causal language model of the target's family."""
+class ModelDrafterConfig(BaseModel):
+    """What drafters that read the tree with a network have in common."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["lm"] = "lm"
+    kind: str
     name: str | None = Field(
         None,
         min_length=1,
@@ -53,6 +53,12 @@ class LmConfig(BaseModel):
     )
 
 
+class LmConfig(ModelDrafterConfig):
+    """A causal language model of the target's family."""
+
+    kind: Literal["lm"] = "lm"
+
+
 _N_NODES = 256  # room for nodes of the working tree, before it has to grow
 _RIDE = 16
 """Unread text up to this many tokens goes through the model together with the tree's nodes."""
@@ -68,7 +74,7 @@ class LmDrafter(ScoringDrafter):
     token, another drafter's nodes, steps in which it was not called) is read with the next call.
     """
 
-    def __init__(self, config: LmConfig, model: LanguageModel) -> None:
+    def __init__(self, config: ModelDrafterConfig, model: LanguageModel) -> None:
         self._model = model
         # Ids that only the target has (a larger embedding, another drafter's guess) are read as
         # this one: what is drafted after them is worth little, and harms nobody.
