@@ -10,6 +10,8 @@ alike, and with one thread the time is that of the thread on its core. The share
 1 - (sum of bare forwards) / (sum of steps); milliseconds are medians over the steps, and beside
 the share stand its 10th and 90th percentile over steps. Seconds by stage are wall time.
 
+With --compile the forwards are compiled (backend.compile) in the steps and, beside them, alone.
+
 Contexts longer than the models were trained for are fine here: the text makes no sense then, the
 work is the same.
 """
@@ -17,6 +19,7 @@ work is the same.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +32,7 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from treegraft.backends.graphs import CompiledModel, GraphPlan
 from treegraft.backends.hf import HFLanguageModel, load_tokenizer
 from treegraft.backends.sources import resolve
 from treegraft.bench.demo import demo_prompts
@@ -45,8 +49,14 @@ N_WARM = 4  # steps of each text that are not counted: first calls, and the prom
 class Recorded(LanguageModel):
     """A model that notes the forwards it is asked for, as (n, K, last_only)."""
 
-    def __init__(self, model: HFLanguageModel, clock: Callable[[], float]) -> None:
-        self.inner, self.clock = model, clock
+    def __init__(
+        self,
+        model: HFLanguageModel,
+        clock: Callable[[], float],
+        compiled: CompiledModel | None = None,
+    ) -> None:
+        self.inner, self.clock = compiled or model, clock
+        self.report, self._run = model.report, None if compiled is None else compiled.run
         self.model = model.model  # the loader looks for the EOS ids here
         self.name, self.vocab_size = model.name, model.vocab_size
         self.max_positions, self.device = model.max_positions, model.device
@@ -85,8 +95,8 @@ class Recorded(LanguageModel):
             arguments: dict[str, Any] = {
                 "input_ids": rows[None] % self.vocab_size,
                 "position_ids": rows[None],
-                "attention_mask": torch.zeros(1, 1, n, reach, dtype=self.inner.report.dtype),
-                self.inner.report.cache_keyword: cache,
+                "attention_mask": torch.zeros(1, 1, n, reach, dtype=self.report.dtype),
+                self.report.cache_keyword: cache,
                 "use_cache": True,
                 "return_dict": True,
             }
@@ -94,7 +104,10 @@ class Recorded(LanguageModel):
                 arguments["logits_to_keep"] = 1
             with torch.no_grad():
                 started = self.clock()
-                self.model(**arguments)
+                if self._run is None or last_only:
+                    self.model(**arguments)
+                else:
+                    self._run(arguments)
                 taken += self.clock() - started
         return taken
 
@@ -169,12 +182,18 @@ def texts(context: int, seed: int) -> Iterator[list[int]]:
         yield text[-context:]
 
 
-def load(source: str, n_positions: int, clock: Callable[[], float]) -> Recorded:
+def load(
+    source: str, n_positions: int, clock: Callable[[], float], plan: GraphPlan | None
+) -> Recorded:
     """A model that takes at least ``n_positions``, whatever its config says."""
     model = AutoModelForCausalLM.from_pretrained(resolve(source), dtype=torch.float32).eval()
     limit = max(n_positions, model.config.max_position_embeddings)
     model.config.max_position_embeddings = limit
-    return Recorded(HFLanguageModel(model, name=source), clock)
+    plain = HFLanguageModel(model, name=source)
+    compiled = None if plan is None else CompiledModel(plain, plan)
+    if compiled is not None:
+        print(compiled.graphs, file=sys.stderr)
+    return Recorded(plain, clock, compiled)
 
 
 def main(
@@ -184,12 +203,18 @@ def main(
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens per text.")] = 96,
     threads: Annotated[int, typer.Option(min=1)] = 1,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    compile_: Annotated[
+        str, typer.Option("--compile", help="off, or auto or on with a compiler: auto:inductor.")
+    ] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
     """Share of a step that is not forwards, by config and context."""
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     sizes = [int(size) for size in contexts.split(",")]
+    mode, _, compiler = compile_.partition(":")
+    made: dict[str, Any] = {"mode": mode, "compiler": compiler or "inductor"}
+    plan = None if mode == "off" else GraphPlan(**made)
     models: dict[str, Recorded] = {}
     arms: list[Arm] = []
     for path in configs or DEFAULTS:
@@ -199,7 +224,7 @@ def main(
         lms = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
         for source in (config.target.model, *lms):
             if source not in models:
-                models[source] = load(source, max(sizes) + new_tokens + 2048, clock)
+                models[source] = load(source, max(sizes) + new_tokens + 2048, clock, plan)
         for size in sizes:
             given: dict[str, LanguageModel] = dict(models)
             pipeline = build_pipeline(config, models=given)

@@ -44,6 +44,14 @@ def test_peers_prints_tables_and_who_is_not_installed(treegraft, zoo, prompts):
     assert "flashspec" in result.out
 
 
+def test_full_length_texts_go_on_past_end_tokens(treegraft, zoo, prompts, write):
+    config = write("c.yaml", f"target: {{model: {zoo.target}}}\nstop: {{eos: [5]}}\n")
+    command = ["bench", "peers", "-c", config, "--prompts", prompts, "-n", 3, "--arm=plain"]
+    data = treegraft(*command, "--threads", 1, "--full-length", "--json").json
+    assert data["settings"]["eos"] == []
+    assert {run["new_tokens"] for run in data["runs"]} == {3}
+
+
 def test_profile_prints_stages_forwards_and_the_share(treegraft, zoo, prompts):
     models = ["--target", zoo.target, "--drafter", "ngram", "--drafter", zoo.small]
     options = ["--prompts", prompts, "-n", 8]

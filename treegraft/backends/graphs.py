@@ -188,7 +188,7 @@ class CompiledModel(LanguageModel):
             self._counts.eager += 1
             return self._inner.forward(cache, *given, last_only=True)
         if not self._buckets:
-            return self._inner.read(self._run, cache, *given)
+            return self._inner.read(self.run, cache, *given)
         bucket = self.bucket(n, visible.shape[1], cache)
         if bucket is None:
             self._counts.outside += 1
@@ -197,10 +197,10 @@ class CompiledModel(LanguageModel):
 
         graphs = self._graphs
         if graphs is None:
-            return self._inner.read(self._run, cache, *padded)[:n]
+            return self._inner.read(self.run, cache, *padded)[:n]
         before = replace(self._counts)
         logits = self._inner.read(
-            lambda arguments: graphs.run(self._run, arguments, bucket, cache), cache, *padded
+            lambda arguments: graphs.run(self.run, arguments, bucket, cache), cache, *padded
         )
         # A replay is one forward, and so are the three calls that a capture takes.
         self._counts.compiled = before.compiled + 1
@@ -227,7 +227,7 @@ class CompiledModel(LanguageModel):
             reach *= 2
         return n_queries, min(reach, cache.n_rows)
 
-    def _run(self, arguments: dict[str, Any]) -> Tensor:
+    def run(self, arguments: dict[str, Any]) -> Tensor:
         """Logits [1, n, V]: compiled where that was chosen and fits, else eager, and counted."""
         if not self._compiled[_kind(arguments["input_ids"].shape[1])]:
             self._counts.eager += 1

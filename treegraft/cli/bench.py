@@ -84,6 +84,10 @@ def peers(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and shorter texts: within five minutes.")
     ] = False,
+    full_length: Annotated[
+        bool,
+        typer.Option("--full-length", help="Go on past end tokens: all texts have all tokens."),
+    ] = False,
     arm: Annotated[
         list[str] | None,
         typer.Option("--arm", help="Only this way of decoding (and plain); repeat for more."),
@@ -130,6 +134,8 @@ def peers(
     data = ours.model_dump()
     for room, options in wanted.items():
         data[room] |= {name: value for name, value in options.items() if value is not None}
+    if full_length:
+        data["stop"]["eos"] = ()
     ours = parse_config(data)
     _check_shared(ours)
     configs = our_configs(ours, endpoints, target, drafter)
