@@ -274,6 +274,10 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
         "never": lambda room: options("never"),
         "always": lambda room: options("always"),
         "fixed": fixed,
+        # Without calls it goes by measured times, and no two runs draft alike.
+        "budgeted": lambda room: st.fixed_dictionaries(
+            {"kind": st.just("budgeted"), "calls": st.integers(0, 9)}
+        ),
         "cost_aware": cost_aware,
         "priority": lambda room: options("priority", hand_over=st.booleans()),
         "whimsical_parts:WhimsicalScheduler": lambda room: own(

@@ -42,6 +42,8 @@ from treegraft.policies.grafts import (
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
+    BudgetedConfig,
+    BudgetedScheduler,
     CostAwareConfig,
     CostAwareScheduler,
     FixedConfig,
@@ -51,6 +53,7 @@ from treegraft.policies.schedulers import (
     PriorityConfig,
     PriorityScheduler,
 )
+from treegraft.policies.value import ValueConfig, ValueScheduler
 from treegraft.policies.verifiers import (
     LedgerConfig,
     LedgerVerifier,
@@ -114,6 +117,8 @@ ROLES: dict[str, Role] = {
                 "fixed": (FixedConfig, FixedScheduler),
                 "priority": (PriorityConfig, PriorityScheduler),
                 "cost_aware": (CostAwareConfig, CostAwareScheduler),
+                "budgeted": (BudgetedConfig, BudgetedScheduler),
+                "value": (ValueConfig, ValueScheduler),
             },
         ),
         Role(

@@ -80,7 +80,8 @@ class Draft:
 class Drafting:
     """Drafts the steps of one text, whose longest length is ``capacity``.
 
-    ``notices`` gets a line where a drafter's context ends.
+    ``notices`` gets a line where a drafter's context ends. ``tree`` is the working tree; whoever
+    evaluates schedules offline (scheduling/) hands in one tree after the other.
     """
 
     parts: Parts
@@ -89,14 +90,14 @@ class Drafting:
     notices: list[str]
     # Node of the working tree that holds the bonus token: the next tree's root.
     _left: int | None = None
-    _tree: TreeBackend = field(init=False)
+    tree: TreeBackend = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tree = self.parts.tree()
+        self.tree = self.parts.tree()
 
     def draft(self) -> Draft:
         """Grow a tree layer by layer and prune it; plain decoding gets the bare root."""
-        parts, text, tree = self.parts, self.history.tokens, self._tree
+        parts, text, tree = self.parts, self.history.tokens, self.tree
         # The bonus token follows the deepest node, and both must fit.
         max_depth = self.capacity - len(text) - 1
         n = len(parts.drafters)
@@ -114,7 +115,7 @@ class Drafting:
             side_calls = [i for layer in layers for i in layer.riders]
             calls = [layer.drafter for layer in layers if layer.drafter is not None]
             if calls:
-                side_calls += self._finish(calls)
+                side_calls += self.finish(calls)
             with named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth)
@@ -133,13 +134,13 @@ class Drafting:
         ``more`` says whether another step follows.
         """
         with self.parts.watch.stage("tree"):
-            self._tree.learn_(path, tokens)
+            self.tree.learn_(path, tokens)
             if self.parts.leftover and more:
                 self._left = self._find(path[-1] if path else ROOT, tokens[-1])
 
     def _find(self, node: int, token: int) -> int | None:
         """The child of a working-tree node that holds ``token``; None if drawn trees may not be."""
-        tree = self._tree
+        tree = self.tree
         if tree.n_drawn:
             return None
         found = tree.alive & (tree.parent == node) & (tree.token == token)
@@ -148,7 +149,7 @@ class Drafting:
         return children[0] if children else None
 
     def _grow(self) -> list[Layer]:
-        parts, tree = self.parts, self._tree
+        parts, tree = self.parts, self.tree
         layers: list[Layer] = []
         calls: list[int] = []
         n_reached: list[int] = []
@@ -160,7 +161,7 @@ class Drafting:
                 layers.append(Layer(chosen, None, (), frontier, nothing, tree.n_nodes, 0.0))
                 break
             began = perf_counter()
-            touched, riders, acted = self._visit(index, frontier)
+            touched, riders, acted = self.visit(index, frontier)
             seconds = perf_counter() - began
             who = index if acted else None
             layers.append(
@@ -169,20 +170,28 @@ class Drafting:
             if not acted:
                 break
             calls.append(index)
-            with named("builder", parts.builder, "frontier"):
-                reached = parts.builder.frontier(tree, touched, number)
-            if reached is None:
-                break
-            n_reached.append(reached.shape[0])
-            # A layer that found nothing leaves the frontier to the next drafter.
-            frontier = reached if reached.shape[0] else self._living(frontier)
+            reached, frontier = self.next_frontier(touched, number, frontier)
+            n_reached.append(reached)
             if not frontier.shape[0]:
                 break
         return layers
 
+    def next_frontier(self, touched: Touched, layer: int, frontier: Tensor) -> tuple[int, Tensor]:
+        """How many children ``layer`` hands on, and int64 [k] where the next one drafts.
+
+        Empty if there is no next layer.
+        """
+        parts = self.parts
+        with named("builder", parts.builder, "frontier"):
+            reached = parts.builder.frontier(self.tree, touched, layer)
+        if reached is None:
+            return 0, frontier.new_empty(0)
+        # A layer that found nothing leaves the frontier to the next drafter.
+        return reached.shape[0], reached if reached.shape[0] else self._living(frontier)
+
     def _living(self, frontier: Tensor) -> Tensor:
         """``frontier`` without the nodes that a graft has taken out; the root if none is left."""
-        living = frontier[self._tree.alive[frontier]]
+        living = frontier[self.tree.alive[frontier]]
         return living if living.shape[0] or not frontier.shape[0] else torch.tensor([ROOT])
 
     def _choose(
@@ -198,25 +207,26 @@ class Drafting:
                 n_drafters=len(parts.drafters),
                 n_prompt=self.history.n_prompt,
                 n_committed=len(self.history.tokens),
-                tree=self._tree,
+                tree=self.tree,
                 frontier=frontier,
                 reached=tuple(reached),
+                text=self.history.tokens,
             )
             with named("scheduler", parts.scheduler, "choose"):
                 chosen = parts.scheduler.choose(state)
-            return chosen, self._within_limit(chosen)
+            return chosen, self.within_limit(chosen)
 
-    def _visit(self, index: int, frontier: Tensor) -> tuple[Touched, tuple[int, ...], bool]:
+    def visit(self, index: int, frontier: Tensor) -> tuple[Touched, tuple[int, ...], bool]:
         """One layer: drafter ``index``, before it the riders if it scores.
 
         Also who they were, and whether ``index`` acted: riders may take the room that it had left.
         """
-        parts, tree = self.parts, self._tree
+        parts, tree = self.parts, self.tree
         scores = isinstance(parts.drafters[index], ScoringDrafter)
         riders = tuple(i for i in parts.riders if scores and self._has_room(i))
         visits: list[Touched] = []
         for i in (*riders, index):
-            if i == index and self._within_limit(index) != index:
+            if i == index and self.within_limit(index) != index:
                 return Touched(frontier, torch.zeros_like(frontier)), riders, False
             where = self._living(frontier) if visits else frontier
             with named("graft", parts.graft, "visit"):
@@ -229,13 +239,13 @@ class Drafting:
         # A model has scored them all: the frontier ranks them by that, not by what they matched.
         return Touched(nodes, torch.zeros_like(nodes)), riders, True
 
-    def _finish(self, calls: Sequence[int]) -> Sequence[int]:
+    def finish(self, calls: Sequence[int]) -> Sequence[int]:
         """Let the graft act on the whole tree; numbers of the drafters that it called."""
         parts = self.parts
         able = {i: d for i, d in enumerate(parts.drafters) if self._has_room(i)}
         with named("graft", parts.graft, "finish"):
             called = parts.graft.finish(
-                self._tree, able, tuple(calls), parts.builder.width, parts.builder.budget
+                self.tree, able, tuple(calls), parts.builder.width, parts.builder.budget
             )
         if not isinstance(called, Sequence) or any(i not in able for i in called):
             raise PolicyError(
@@ -258,7 +268,7 @@ class Drafting:
             raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
         if deepest > max_depth:
             raise TreeError(f"the text has room for a depth of {max_depth}, found {deepest}")
-        n_drawn = self._tree.n_drawn
+        n_drawn = self.tree.n_drawn
         n_slots = 0 if tree.ledger is None else int((tree.ledger.row >= 0).sum())
         if self.parts.verifier.needs_ledger and n_slots != n_drawn:
             raise TreeError(
@@ -266,7 +276,7 @@ class Drafting:
                 "with the tree's own prune"
             )
 
-    def _within_limit(self, index: int | None) -> int | None:
+    def within_limit(self, index: int | None) -> int | None:
         """The chosen drafter, or the next cheaper one whose context still has room."""
         n = len(self.parts.drafters)
         if index is not None and (type(index) is not int or not 0 <= index < n):
@@ -289,7 +299,7 @@ class Drafting:
     def _has_room(self, index: int) -> bool:
         """Whether text and tree lie within the context of a drafter."""
         limit = self.parts.drafters[index].limit
-        n_text, tree = len(self.history.tokens), self._tree
+        n_text, tree = len(self.history.tokens), self.tree
         # A tree is not deeper than it has nodes; the look at all depths is for the last stretch.
         if limit is None or n_text + tree.n_nodes <= limit:
             return True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from operator import index
 from typing import Any
 
@@ -13,6 +15,7 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from treegraft.backends.artefact import Artefact, read_artefact
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
@@ -22,6 +25,7 @@ from treegraft.core.draft_head import DraftHead
 from treegraft.core.errors import (
     ConfigError,
     PromptError,
+    ScheduleError,
     TreegraftError,
     UnsupportedModelError,
 )
@@ -41,12 +45,15 @@ from treegraft.policies.calibration import CalibratedTree, Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
+from treegraft.policies.features import FEATURES_VERSION, StateFeatures
 from treegraft.policies.schedulers import (
     CostAwareConfig,
     CostAwareScheduler,
     FixedConfig,
     FixedScheduler,
 )
+from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
+from treegraft.signature import difference, signature
 from treegraft.text import StopStrings, TextStream
 
 
@@ -119,6 +126,11 @@ class Pipeline:
         return self._parts.target
 
     @property
+    def parts(self) -> Parts:
+        """The components themselves, for whoever drives them in another way than decoding."""
+        return self._parts
+
+    @property
     def models(self) -> dict[str, LanguageModel]:
         """Target and model drafters by the names that the config has for them, each once."""
         return dict(self._models)
@@ -142,6 +154,15 @@ class Pipeline:
     def builder(self) -> TreeBuilder:
         """The shape of the tree: its depth, width and budget."""
         return self._parts.builder
+
+    def with_scheduler(self, scheduler: Scheduler) -> Pipeline:
+        """The same pipeline with another scheduler; both share drafters and models.
+
+        As one text at a time goes through its drafters, only one of the two can be decoding.
+        """
+        other = copy.copy(self)
+        other._parts = replace(self._parts, scheduler=scheduler)
+        return other
 
     def graph(self) -> nx.DiGraph:
         """The components and what flows between them; see ``composition.component_graph``."""
@@ -409,6 +430,7 @@ def build_pipeline(
         model cannot be compiled and ``backend.compile`` is on.
     UnsupportedModelError : a model cannot be verified, or a drafter does not fit the target.
     DatastoreError : a datastore cannot be opened, before any weight is loaded.
+    ScheduleError : a learned scheduler cannot be read, or was made for another pipeline.
     """
     component_graph(config)
     custom = {
@@ -426,6 +448,9 @@ def build_pipeline(
     stores = [drafter.path for drafter in config.drafters if isinstance(drafter, DatastoreConfig)]
     for path in stores:
         loader.check_datastore(config.target.model, path)
+    artefact = None
+    if isinstance(config.scheduler, ValueConfig):
+        artefact = read_artefact(config.scheduler.artefact)
     n_nodes = custom["builder"].budget + 1
     target = loader.compiled(config.target.model, config.backend, n_nodes, on_compile)
     watch = Stopwatch()
@@ -462,13 +487,14 @@ def build_pipeline(
         made = tree_class(target.vocab_size)
         return made if calibration is None else CalibratedTree(made, calibration.for_text())
 
+    scheduler = _scheduler(config, custom["builder"], artefact, models_used)
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
         names=config.drafter_names,
         builder=custom["builder"],
         graft=custom["graft"],
-        scheduler=_scheduler(config, custom["builder"].budget),
+        scheduler=scheduler,
         verifier=custom["verifier"],
         tree=tree,
         watch=watch,
@@ -487,11 +513,50 @@ def build_pipeline(
     )
 
 
-def _scheduler(config: PipelineConfig, budget: int) -> Scheduler:
-    if isinstance(config.scheduler, FixedConfig):
+def _scheduler(
+    config: PipelineConfig,
+    builder: TreeBuilder,
+    artefact: Artefact | None,
+    models: Mapping[str, LanguageModel],
+) -> Scheduler:
+    settings = config.scheduler
+    if isinstance(settings, FixedConfig):
         # Names become numbers here, where the drafters are known.
         return FixedScheduler(config.fixed_calls)
-    if isinstance(config.scheduler, CostAwareConfig):
-        return CostAwareScheduler(config.scheduler, config.drafter_names, budget)
-    scheduler: Scheduler = build_component("scheduler", config.scheduler)
+    if isinstance(settings, CostAwareConfig):
+        return CostAwareScheduler(settings, config.drafter_names, builder.budget)
+    if isinstance(settings, ValueConfig):
+        assert artefact is not None
+        return _value_scheduler(config, settings, builder, artefact, models)
+    scheduler: Scheduler = build_component("scheduler", settings)
     return scheduler
+
+
+def _value_scheduler(
+    config: PipelineConfig,
+    settings: ValueConfig,
+    builder: TreeBuilder,
+    artefact: Artefact,
+    models: Mapping[str, LanguageModel],
+) -> ValueScheduler:
+    """ScheduleError unless the artefact was made for this pipeline; names what differs."""
+    header, where = artefact.header, f"scheduler.artefact {settings.artefact!r}"
+    wrong = difference(header["signature"], signature(config, models))
+    if wrong is not None:
+        raise ScheduleError(f"{where} was made for another pipeline: {wrong}")
+    features = StateFeatures(
+        len(config.drafters), max(builder.depth, 1), builder.width, builder.budget
+    )
+    if header.get("features_version") != FEATURES_VERSION:
+        raise ScheduleError(
+            f"{where} was fitted on features of version {header.get('features_version')!r}, this "
+            f"treegraft has {FEATURES_VERSION}; collect and fit again"
+        )
+    if header["features"] != list(features.names):
+        pairs = zip_longest(header["features"], features.names)
+        there, here = next((a, b) for a, b in pairs if a != b)
+        raise ScheduleError(
+            f"{where} was fitted on other features: {there!r} there and {here!r} here; collect and "
+            "fit again"
+        )
+    return ValueScheduler(settings, ValueNetwork(**artefact.arrays), features)

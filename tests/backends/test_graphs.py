@@ -218,6 +218,25 @@ def test_another_number_of_threads_runs_eagerly_and_is_counted(
     assert n_programs() == n_made
 
 
+def test_weights_that_change_after_warm_up_are_read_anew(small: HFLanguageModel) -> None:
+    """Most guards are left out of a program; what they would have seen must not be weights."""
+    compiled = CompiledModel(small, QUICK)
+    weight = small.model.get_output_embeddings().weight
+    held = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.mul_(-1.5)
+        found, _ = tree_and_path_logits(compiled, 5, FORK, dice())
+        expected, _ = tree_and_path_logits(small, 5, FORK, dice())
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+        weight.data = weight.detach() / 3  # other memory
+        found, _ = tree_and_path_logits(compiled, 5, FORK, dice())
+        assert torch.allclose(found, expected / 3, rtol=0, atol=1e-12)
+    finally:
+        weight.data = held
+    assert compiled.forward_counts.outside == 0
+
+
 def failing(graph: Any, inputs: Any) -> Callable[..., Any]:
     raise RuntimeError("no compiler here\nand more")
 

@@ -14,7 +14,7 @@ from backends.draft_trees import (
     relative_error,
     tree_and_path_logits,
 )
-from backends.families import POSITIONS, VOCAB, build, config, from_config
+from backends.families import POSITIONS, VOCAB, build, config, from_config, prompt_of
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -353,6 +353,25 @@ def test_load_model_from_a_folder(tmp_path: Path) -> None:
     found, reason = load_tokenizer(path)
     assert found is not None
     assert (found.get_vocab()["w5"], reason) == (5, "")
+
+
+def test_weights_that_we_load_lie_inputs_first_and_say_the_same(tmp_path: Path) -> None:
+    """A model that was handed in stays as it lay."""
+    given = build("llama", tie_word_embeddings=True)
+    path = save(tmp_path, given)
+    laid = load_model(path, device="cpu").model
+    layers = [m for m in laid.modules() if type(m) is torch.nn.Linear]
+    assert layers
+    assert all(layer.weight.t().is_contiguous() for layer in layers)
+    assert laid.lm_head.weight is laid.get_input_embeddings().weight
+    for name, weight in given.state_dict().items():
+        assert torch.equal(laid.state_dict()[name], weight), name
+    ids = torch.tensor([prompt_of(9)])
+    with torch.no_grad():
+        error = (laid(ids).logits - given(ids).logits).abs().max()
+    assert error < 1e-5
+    HFLanguageModel(given)
+    assert all(m.weight.is_contiguous() for m in given.modules() if type(m) is torch.nn.Linear)
 
 
 def test_float64_reaches_mixtures_of_experts(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ from treegraft.cli import app as cli
         ),
         (
             "generate --target m --scheduler sometimes -p x",
-            "--scheduler must be one of never, always, priority, cost_aware, fixed:NAME,NAME,... "
-            "or package.module:Class, found 'sometimes'",
+            "--scheduler must be one of never, always, priority, cost_aware, budgeted, "
+            "fixed:NAME,NAME,..., value:DIR or package.module:Class, found 'sometimes'",
         ),
         (
             "generate --target m --drafter ngram --scheduler fixed:small -p x",

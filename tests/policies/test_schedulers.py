@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from treegraft.backends.tensor_tree import TensorTree
 from treegraft.config import parse_config
 from treegraft.core.errors import ConfigError
 from treegraft.core.roles import DraftState, Scheduler
+from treegraft.core.stats import StepRecord
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
+    BudgetedConfig,
+    BudgetedScheduler,
     FixedScheduler,
     NeverConfig,
     NeverScheduler,
@@ -55,6 +59,22 @@ def test_with_one_drafter_never_and_always_are_the_same() -> None:
 
 def test_fixed_follows_its_list_and_then_stops() -> None:
     assert choices(FixedScheduler((0, 2, 1)), n_drafters=3, depth=5) == [0, 2, 1, None, None]
+
+
+def test_budgeted_calls_the_dearest_first_and_not_more_often_than_told() -> None:
+    assert choices(BudgetedScheduler(BudgetedConfig(calls=2)), 3, 4) == [2, 2, 0, 0]
+    assert choices(BudgetedScheduler(BudgetedConfig(calls=0)), 3, 2) == [0, 0]
+
+
+def test_budgeted_measures_how_many_visits_a_target_forward_is_worth() -> None:
+    scheduler = BudgetedScheduler(BudgetedConfig())
+    assert choices(scheduler, 2, 4) == [1, 1, 1, 1]
+    step = StepRecord(1, 0, 5, (1, 0), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0), {"target": 0.02})
+    scheduler.finish(replace(step, visit_seconds=(0.009, 0.5)))
+    assert choices(scheduler, 2, 4) == [1, 1, 0, 0]
+    for _ in range(3):
+        scheduler.finish(replace(step, visit_seconds=(0.03, 0.1)))
+    assert choices(scheduler, 2, 4) == [0, 0, 0, 0]
 
 
 def test_the_first_with_something_to_propose_drafts_the_step() -> None:

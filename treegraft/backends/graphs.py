@@ -12,8 +12,9 @@ rows, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Literal, cast, final
@@ -119,6 +120,9 @@ class GraphReport:
 class CompiledModel(LanguageModel):
     """A model whose forwards are compiled; weights, caches and moves are those of ``model``.
 
+    What is compiled is the model as it stands now. Weights are read anew by every forward; hooks or
+    adapters that are put on its modules later are not seen.
+
     Forwards for the last query alone (prefill) stay eager: their sizes are the prompts'. So do
     those that hand out hidden states, which a hook takes from the model; they count as outside.
 
@@ -158,6 +162,7 @@ class CompiledModel(LanguageModel):
         self._graphs = _CudaGraphs(self.device) if self._capture else None
         self._compiled: dict[str, bool] = dict.fromkeys(_QUERIES, False)
         self._program: Callable[..., Tensor] = _read
+        self._made_with: tuple[Any, ...] = ()
         self.graphs = self._warm_up(plan, on_progress or _ignore)
         self.compiled_as = str(self.graphs)
 
@@ -232,6 +237,9 @@ class CompiledModel(LanguageModel):
         if not self._compiled[_kind(arguments["input_ids"].shape[1])]:
             self._counts.eager += 1
             return _read(self.model, arguments)
+        if self._settings() != self._made_with:
+            self._counts.outside += 1
+            return _read(self.model, arguments)
         try:
             # Only for this call, and no program is made in it.
             with torch.compiler.set_stance("fail_on_recompile"):
@@ -239,11 +247,22 @@ class CompiledModel(LanguageModel):
         except RuntimeError as error:
             if "fail_on_recompile" not in str(error):
                 raise
-            # Found out before the forward began: another number of threads, inference mode, ...
+            # Found out before the forward began.
             self._counts.outside += 1
             return _read(self.model, arguments)
         self._counts.compiled += 1
         return logits
+
+    def _settings(self) -> tuple[Any, ...]:
+        """What a program relies on besides its arguments and is cheap to look at."""
+        weight = self._inner.weight
+        return (
+            torch.get_num_threads(),
+            torch.is_inference_mode_enabled(),
+            self.model.training,
+            weight.dtype,
+            weight.device,
+        )
 
     def _warm_up(self, plan: GraphPlan, on_progress: Callable[[int, int], None]) -> GraphReport:
         began = time.perf_counter()
@@ -289,7 +308,13 @@ class CompiledModel(LanguageModel):
         # be shared by all models of a process.
         program = cast(
             Callable[..., Tensor],
-            torch.compile(_own_code(_read), fullgraph=True, dynamic=True, backend=compiler),
+            torch.compile(
+                _own_code(_read),
+                fullgraph=True,
+                dynamic=True,
+                backend=compiler,
+                options={"guard_filter_fn": _that_vary},
+            ),
         )
         slabs = [(span, self._inner.new_cache(n_rows)) for span, n_rows in _TRACED]
         allowed = allowed_error(self.report, self.device)
@@ -314,6 +339,7 @@ class CompiledModel(LanguageModel):
             choices.append(self._time(kind, program, plan, slabs[0][1]))
             on_progress(done, len(_QUERIES))
         self._program = program
+        self._made_with = self._settings()
         return tuple(choices)
 
     def _time(
@@ -450,6 +476,22 @@ def _read(model: Any, arguments: dict[str, Any]) -> Tensor:
     logits: Tensor = model(**arguments).logits
     return logits
 
+
+def _that_vary(guards: Sequence[Any]) -> list[bool]:
+    """Which guards of a program are looked at in every call: those on what differs between calls.
+
+    The others, a thousand for four layers, say that modules, code and cache are as they were when
+    the program was made, and took a seventh of a forward to find that out again.
+    """
+    return [
+        guard.guard_type == "SHAPE_ENV"
+        or (guard.guard_type == "TENSOR_MATCH" and _ARGUMENT.fullmatch(guard.name) is not None)
+        for guard in guards
+    ]
+
+
+# Tensors given anew in every call, also in a dict of masks; not those of the cache.
+_ARGUMENT = re.compile(r"(L\[['\"])?arguments(['\"]\])?(\[['\"]\w+['\"]\])+")
 
 _numbers = itertools.count()
 

@@ -53,7 +53,7 @@ class HFLanguageModel(LanguageModel):
     Attributes
     ----------
     report : what was decided about the model.
-    model : the model as given.
+    model : the model as given. weight : its embedding, whose type and device stand for all.
     """
 
     def __init__(self, model: Any, name: str | None = None, self_test: bool = True) -> None:
@@ -64,7 +64,8 @@ class HFLanguageModel(LanguageModel):
         self._label = label_of(self.name, report.model_type)
         self.vocab_size = report.vocab_size
         self.max_positions = report.max_positions
-        self.device = model.get_input_embeddings().weight.device
+        self.weight: Tensor = model.get_input_embeddings().weight
+        self.device = self.weight.device
         self._layout: Any = None
         self._cache_keyword = report.cache_keyword
         self._one_mask_per_type = report.mask_form != "tensor"
@@ -358,7 +359,23 @@ def load_model(
     if kind == torch.float64 and model._can_set_experts_implementation():
         # The grouped product of the experts has no float64 kernel.
         model.set_experts_implementation("eager")
-    return HFLanguageModel(model.to(place).eval(), name=source, self_test=self_test)
+    model = model.to(place).eval()
+    if place.type == "cpu":
+        _lay_inputs_first(model)
+    return HFLanguageModel(model, name=source, self_test=self_test)
+
+
+def _lay_inputs_first(model: torch.nn.Module) -> None:
+    """Keep float32 weights of linear layers as [in, out] in memory; their shape stays [out, in].
+
+    For few queries the product with a matrix that lies so is a fifth to a quarter faster on a CPU
+    (benchmarks/layout.py), and as fast for many.
+    """
+    for module in model.modules():
+        if type(module) is not torch.nn.Linear or module.weight.dtype != torch.float32:
+            continue
+        if module.weight.is_contiguous():  # tied weights come by once more
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def load_tokenizer(source: str) -> tuple[Any | None, str]:

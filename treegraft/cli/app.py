@@ -25,6 +25,7 @@ from treegraft.cli.demo import demo
 from treegraft.cli.describe import components, describe, schema
 from treegraft.cli.generate import generate
 from treegraft.cli.output import OutputError, ReaderLeft, checked_output
+from treegraft.cli.schedule import schedule
 from treegraft.core.errors import TreegraftError
 
 __all__ = ["app", "main", "run"]
@@ -40,6 +41,7 @@ app = typer.Typer(
 for _command in (demo, generate, compare, check, describe, components, schema):
     app.command()(_command)
 app.add_typer(datastore, name="datastore")
+app.add_typer(schedule, name="schedule")
 app.add_typer(bench, name="bench")
 
 

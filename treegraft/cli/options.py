@@ -36,7 +36,8 @@ SchedulerName = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="never, always, priority, cost_aware, fixed:NAME,NAME,... (drafter of each layer), or "
+        help="never, always, priority, cost_aware, budgeted, fixed:NAME,NAME,... (drafter of each "
+        "layer), value:DIR (of treegraft schedule fit), or "
         "package.module:Class.",
     ),
 ]
@@ -228,12 +229,18 @@ def _scheduler(text: str) -> dict[str, Any]:
             "kind": "fixed",
             "calls": [int(part) if part.isdecimal() else part for part in parts],
         }
+    if kind == "value":
+        if not calls:
+            raise ConfigError(
+                f"--scheduler {text} needs a folder: value:DIR, made by treegraft schedule fit"
+            )
+        return {"kind": "value", "artefact": calls}
     if _OWN_CLASS.match(text) or text in ROLES["scheduler"].builtin:
         return {"kind": text}
-    known = ", ".join(k for k in ROLES["scheduler"].builtin if k != "fixed")
+    known = ", ".join(k for k in ROLES["scheduler"].builtin if k not in ("fixed", "value"))
     raise ConfigError(
-        f"--scheduler must be one of {known}, fixed:NAME,NAME,... or package.module:Class, "
-        f"found {text!r}"
+        f"--scheduler must be one of {known}, fixed:NAME,NAME,..., value:DIR or "
+        f"package.module:Class, found {text!r}"
     )
 
 

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from treegraft.bench.choice import Candidate
     from treegraft.bench.comparison import ArmSummary, Comparison
     from treegraft.core.stats import Statistics
+    from treegraft.scheduling.evaluate import Evaluation
+    from treegraft.scheduling.fit import Fitted
 
 __all__ = [
     "check_report",
     "comparison_report",
+    "evaluation_report",
+    "fit_report",
     "new_table",
     "slower_in_words",
     "statistics_report",
@@ -245,4 +249,66 @@ def _origin(origin: Origin) -> str:
     return (
         f"step {origin.step}, node {origin.node} at depth {origin.depth}, proposed by "
         f"{origin.drafter or 'nobody known'}"
+    )
+
+
+def fit_report(fitted: Fitted) -> Group:
+    """Predicted tokens per second of every split, by scheduler."""
+    arms = ("never", "always", "best_fixed", "value", "oracle")
+    table = new_table(
+        "Tokens per second, as the cost model predicts", "split", "steps", *arms, "share"
+    )
+    for name, metrics in fitted.metrics.items():
+        rates = [f"{metrics[arm]:.1f}" for arm in arms]
+        text_row(table, name, f"{metrics['steps']:.0f}", *rates, f"{metrics['oracle_share']:.0%}")
+    calls = ", ".join(fitted.best_fixed) or "no drafting"
+    return Group(
+        table,
+        Text(f"best fixed schedule: {calls}"),
+        Text("share: of the oracle's gain over the better endpoint, what value keeps", style="dim"),
+    )
+
+
+def evaluation_report(evaluation: Evaluation) -> Group:
+    """A fitted scheduler by suite, who drafted in which layer, and how far the costs are right."""
+    data = evaluation.as_dict()
+    columns = ("suite", "x paper", "x better", "best fixed", "oracle", "share", "tokens")
+    table = new_table(
+        "value over the better endpoint (measured; oracle and share predicted)", *columns
+    )
+    keys = (
+        "value_to_paper_endpoint",
+        "value_to_better_endpoint",
+        "best_fixed_to_better_endpoint",
+        "oracle_to_better_endpoint",
+    )
+    for suite, figures in {**data["suites"], "mean": data["mean"]}.items():
+        shown = ["-" if figures[key] is None else f"{figures[key]:.2f}" for key in keys]
+        share = "-" if figures["oracle_share"] is None else f"{figures['oracle_share']:.0%}"
+        text_row(table, suite, *shown, share, "identical" if figures["identical"] else "DIFFER")
+    speed = new_table(
+        "Decoding", "scheduler", "tokens/s", "tokens/call", "predicted/measured", "calls"
+    )
+    for arm in evaluation.comparison.arms:
+        error = data["predicted_over_measured"].get(arm)
+        calls = " ".join(
+            "/".join(str(n) for n in layer.values()) for layer in data["calls_by_layer"][arm]
+        )
+        text_row(
+            speed,
+            arm,
+            f"{data['tokens_per_second'][arm]:.1f}",
+            f"{data['mean_accepted_length'][arm]:.2f}",
+            "-" if error is None else f"{error:.2f}",
+            calls,
+        )
+    drafters = "/".join(evaluation.comparison.statistics("value").drafters)
+    share = f"decisions take {evaluation.scheduler_share:.1%} of value's steps"
+    legend = "x paper: over the better endpoint with the paper's tree; share: of the oracle's gain"
+    return Group(
+        table,
+        Text(""),
+        speed,
+        Text(f"calls: {drafters} by layer; {share}", style="dim"),
+        Text(legend, style="dim"),
     )

@@ -41,11 +41,13 @@ from treegraft.policies.grafts import (
 )
 from treegraft.policies.schedulers import (
     AlwaysConfig,
+    BudgetedConfig,
     CostAwareConfig,
     FixedConfig,
     NeverConfig,
     PriorityConfig,
 )
+from treegraft.policies.value import ValueConfig
 from treegraft.policies.verifiers import LedgerConfig, TraversalConfig, WalkConfig
 
 
@@ -105,6 +107,8 @@ SchedulerConfig = Annotated[
     | Annotated[FixedConfig, Tag("fixed")]
     | Annotated[PriorityConfig, Tag("priority")]
     | Annotated[CostAwareConfig, Tag("cost_aware")]
+    | Annotated[BudgetedConfig, Tag("budgeted")]
+    | Annotated[ValueConfig, Tag("value")]
     | Annotated[CustomConfig, Tag("package.module:Class")],
     Discriminator(_tag),
 ]

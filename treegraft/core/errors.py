@@ -42,3 +42,7 @@ class ProcessorError(TreegraftError):
 
 class DatastoreError(TreegraftError):
     """A corpus cannot be read, or a datastore written, opened or used; names the file."""
+
+
+class ScheduleError(TreegraftError):
+    """A trace, a cost file or a scheduler's artefact cannot be read, written or used here."""

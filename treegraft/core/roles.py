@@ -384,6 +384,7 @@ class DraftState:
     tree, frontier : the tree as it stands, and int64 [k] where the next layer would draft.
     reached : how many children each earlier layer handed on as the frontier; 0 where it found
         nothing, and the frontier stayed as it was.
+    text : the committed text; the same list, longer, in every step of a text. Not to be written to.
     """
 
     layer: int
@@ -395,6 +396,7 @@ class DraftState:
     tree: TreeBackend
     frontier: Tensor
     reached: tuple[int, ...] = ()
+    text: Sequence[int] = ()
 
 
 class Scheduler(ABC):

@@ -15,6 +15,9 @@ from treegraft.core.roles import DraftState, Scheduler, TreeBackend
 from treegraft.core.stats import StepRecord
 
 # Strict, as pydantic would take a switch for a number.
+_WINDOW = 32
+"""Forwards, visits and steps that a running cost looks back on."""
+
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=True)]
 
 
@@ -57,6 +60,21 @@ class PriorityConfig(BaseModel):
         False,
         description="Whether the next drafter takes over where one that had something finds no "
         "more; else drafting then stops, and one drafter has made the whole tree.",
+    )
+
+
+class BudgetedConfig(BaseModel):
+    """The dearest drafter in the first layers, the cheapest in the rest (the paper's B0)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["budgeted"] = "budgeted"
+    calls: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="Layers of a step in which the dearest drafter acts; null takes how many of "
+        "its visits fit into the time of a target forward, as measured in the last steps.",
     )
 
 
@@ -159,8 +177,40 @@ class PriorityScheduler(Scheduler):
         """Nothing to learn."""
 
 
-_WINDOW = 32
-"""Forwards, visits and steps that a running cost looks back on."""
+@final
+class BudgetedScheduler(Scheduler):
+    """The last drafter in the first B0 layers of a step, drafter 0 in the others.
+
+    Without a given number B0 is the target's forward over a visit of the last drafter, rounded
+    down, in medians of the last 32 steps; the first step, of which nothing is known, has all
+    layers. Measured times make the drafting, and never the text, differ from run to run.
+    """
+
+    def __init__(self, config: BudgetedConfig) -> None:
+        self._calls = config.calls
+        self._dearest = 0
+        self._forwards: deque[float] = deque(maxlen=_WINDOW)
+        self._visits: deque[float] = deque(maxlen=_WINDOW)
+
+    def choose(self, state: DraftState) -> int | None:
+        self._dearest = state.n_drafters - 1
+        return self._dearest if state.layer <= self._most() else 0
+
+    def _most(self) -> float:
+        if self._calls is not None:
+            return self._calls
+        if not self._forwards or not self._visits:
+            return float("inf")
+        return median(self._forwards) // max(median(self._visits), 1e-9)
+
+    def finish(self, record: StepRecord) -> None:
+        if "target" in record.seconds:
+            self._forwards.append(record.seconds["target"])
+        for index, seconds in zip(record.calls, record.visit_seconds, strict=False):
+            if index == self._dearest:
+                self._visits.append(seconds)
+
+
 _RECENT = 12
 """Visits that a drafter's record of gains looks back on; short, as calibration moves its scale."""
 

@@ -1,0 +1,314 @@
+"""From traces and costs to a scheduler: it learns what can be seen, and is refused elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from table_models import hashed_model, looping_model, mixed_model
+
+from treegraft.backends.artefact import read_artefact, write_artefact
+from treegraft.backends.cost import CostModel, Curve, HostCosts
+from treegraft.config import parse_config
+from treegraft.core.errors import ScheduleError
+from treegraft.pipeline import build_pipeline
+from treegraft.policies.features import StateFeatures
+from treegraft.policies.value import ValueNetwork
+from treegraft.prompts import Prompt
+from treegraft.scheduling.collection import Collection
+from treegraft.scheduling.economy import problem_of, row_seconds
+from treegraft.scheduling.fit import FitSettings, fit, policy_actions, split_of
+from treegraft.scheduling.traces import ARRAYS, TraceFolder, Traces
+
+QUICK = FitSettings(epochs=30, patience=30, rounds=2)
+
+
+def flat(seconds):
+    return Curve((1, 64), (8,), ((seconds, seconds),))
+
+
+COSTS = CostModel(
+    {},
+    {},
+    {"target": flat(10e-3), "drafter:small": flat(3e-3)},
+    HostCosts(0.5e-3, 0.0, 0.0, {"ngram": 0.1e-3, "small": 0.3e-3}),
+)
+
+
+def models():
+    """A target that loops over six tokens in some texts and wanders in others."""
+    wander, loop = hashed_model(12, 1, order=6), looping_model((1, 2, 3, 4, 5, 6), 12)
+    target = hashed_model(12, 1, order=6)
+
+    def logits(text):
+        return loop.logits(text) if text[0] == 0 else wander.logits(text)
+
+    target.logits = logits
+    return {"target": target, "small": mixed_model(wander, hashed_model(12, 2, order=6), 0.2)}
+
+
+def config(**rooms):
+    return parse_config(
+        {
+            "target": {"model": "target"},
+            "drafters": [{"kind": "ngram"}, {"kind": "lm", "model": "small"}],
+            "builder": {"kind": "layered", "depth": 2, "width": 2, "budget": 6},
+            "stop": {"max_new_tokens": 16},
+            **rooms,
+        }
+    )
+
+
+PROMPTS = [
+    Prompt(f"p{i}", (i % 2, *np.random.default_rng(i).integers(1, 12, 7).tolist()), "ab"[i % 2])
+    for i in range(36)
+]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces") / "t"
+    pipeline = build_pipeline(config(), models())
+    Collection(config(), folder, every=1, pipeline=pipeline).run(PROMPTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fitted(traces):
+    return fit(Traces.load(traces), COSTS, QUICK)
+
+
+def test_the_scheduler_looks_up_where_the_text_repeats_and_beats_what_is_blind(traces, fitted):
+    train, test = fitted.metrics["train"], fitted.metrics["test"]
+    assert train["best_fixed"] >= max(train["never"], train["always"])
+    # Kinds are mixed otherwise in the test split, which a schedule for all cannot know.
+    assert test["value"] > 1.05 * test["best_fixed"]
+    for metrics in (train, test):
+        assert metrics["oracle"] >= metrics["value"]
+        assert metrics["oracle"] >= metrics["best_fixed"]
+
+
+def test_decoding_with_it_follows_the_kinds_of_text(fitted, tmp_path):
+    write_artefact(fitted.artefact, tmp_path / "s")
+    learned = config(scheduler={"kind": "value", "artefact": str(tmp_path / "s")})
+    pipeline, plain = (build_pipeline(c, models()) for c in (learned, config(drafters=[])))
+    calls = {}
+    for kind, first in (("loops", 0), ("wanders", 1)):
+        prompt = [first, 3, 9, 4, 7, 7, 2]
+        generation = pipeline.generate(prompt, max_new_tokens=40)
+        assert generation.tokens == plain.generate(prompt, max_new_tokens=40).tokens
+        calls[kind] = generation.statistics.calls
+    share = {kind: small / max(ngram + small, 1) for kind, (ngram, small) in calls.items()}
+    assert share["loops"] + 0.1 < share["wanders"]
+
+
+def test_the_same_data_gives_the_same_artefact(traces, fitted):
+    again = fit(Traces.load(traces), COSTS, QUICK)
+    assert again.artefact.header == fitted.artefact.header
+    for name, values in fitted.artefact.arrays.items():
+        np.testing.assert_array_equal(values, again.artefact.arrays[name])
+    other = fit(Traces.load(traces), COSTS, replace(QUICK, seed=1))
+    assert any((other.artefact.arrays[n] != v).any() for n, v in fitted.artefact.arrays.items())
+
+
+def test_seconds_of_a_row_are_those_of_its_layers_and_its_end(traces):
+    loaded = Traces.load(traces)
+    a, seconds = loaded.arrays, row_seconds(loaded, COSTS)
+    for row in np.random.default_rng(0).integers(len(seconds), size=60).tolist():
+        expected, above = 10e-3 + 0.5e-3, row
+        while a["parent"][above] >= 0:
+            drafter = int(a["action"][above])
+            expected += (0.1e-3, 0.3e-3)[drafter]
+            expected += 3e-3 * np.count_nonzero(a["widths"][above])
+            above = int(a["parent"][above])
+        assert seconds[row] == pytest.approx(expected)
+
+
+def test_a_dear_target_is_worth_more_drafting(traces):
+    loaded = Traces.load(traces)
+    depth = []
+    for factor in (0.05, 1.0, 50.0):
+        problem = problem_of(loaded, COSTS.with_target_scale(factor))
+        depth.append(problem.layer[problem.solve().ends].mean())
+    assert depth[0] < depth[1] <= depth[2]
+
+
+def test_folded_weights_do_what_training_did(traces, fitted):
+    """The network on raw features decides as the metrics of the fit say."""
+    loaded = Traces.load(traces)
+    problem = problem_of(loaded, COSTS)
+    network = ValueNetwork(**fitted.artefact.arrays)
+    actions = policy_actions(
+        network, problem, loaded.arrays["described"], loaded.arrays["features"]
+    )
+    split = np.array([split_of(prompt.key) for prompt in loaded.prompts])[loaded.prompt]
+    ends = problem.follow(actions)
+    for name, metrics in fitted.metrics.items():
+        assert problem.rate(ends[split == name]) == pytest.approx(metrics["value"])
+
+
+def test_traces_are_written_once_and_read_whole(traces, tmp_path):
+    pipeline = build_pipeline(config(), models())
+    collection = Collection(config(), traces, every=1, pipeline=pipeline)
+    assert collection.missing(PROMPTS) == []
+    loaded = Traces.load(traces)
+    assert not list(traces.glob("*.partial"))
+    assert set(loaded.arrays) == {n for n in ARRAYS if not n.startswith(("top_", "text"))}
+    a = loaded.arrays
+    assert (a["parent"][a["layer"] > 0] < np.flatnonzero(a["layer"] > 0)).all()
+    assert (a["step"][a["parent"][a["layer"] > 0]] == a["step"][a["layer"] > 0]).all()
+    assert (np.bincount(a["step"]) > 0).all()
+
+
+def copied(folder, to):
+    shutil.copytree(folder, to)
+    return to
+
+
+def test_a_folder_of_other_traces_is_not_gone_on_with(traces, tmp_path):
+    held = models()
+    pipeline = build_pipeline(config(), held)
+    with pytest.raises(ScheduleError, match=r"made otherwise: settings.every is 1 there and 2"):
+        Collection(config(), traces, every=2, pipeline=pipeline)
+    wider = config(builder={"kind": "layered", "depth": 2, "width": 3, "budget": 6})
+    pipeline = build_pipeline(wider, held)
+    with pytest.raises(ScheduleError, match=r"signature.builder.width is 2 there and 3 here"):
+        Collection(wider, traces, every=1, pipeline=pipeline)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "note.txt").write_text("mine")
+    with pytest.raises(ScheduleError, match="must be a new folder or one of traces"):
+        Collection(config(), tmp_path / "x", pipeline=build_pipeline(config(), held))
+
+
+def test_damaged_traces_are_named(traces, tmp_path):
+    broken = copied(traces, tmp_path / "a")
+    next(broken.glob("*.safetensors")).write_bytes(b"nothing")
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        Traces.load(broken)
+    foreign = copied(traces, tmp_path / "b")
+    header = json.loads((foreign / "trace.json").read_text())
+    (foreign / "trace.json").write_text(json.dumps(header | {"version": 9}))
+    with pytest.raises(ScheduleError, match=r"have version 9 .* collect them again"):
+        Traces.load(foreign)
+    with pytest.raises(ScheduleError, match=r"no trace\.json; make traces with"):
+        Traces.load(tmp_path)
+
+
+def test_features_that_are_no_numbers_are_named(traces, tmp_path):
+    broken = copied(traces, tmp_path / "t")
+    folder = TraceFolder.open(broken)
+    trace = next(t for t in folder.read() if t.n_steps)
+    features = trace.arrays["features"].copy()
+    features[0, 3] = np.nan
+    folder.add(replace(trace, arrays=trace.arrays | {"features": features}))
+    with pytest.raises(ScheduleError, match="not finite, found match_share"):
+        Traces.load(broken)
+
+
+def test_an_empty_split_is_named(traces):
+    folder = TraceFolder.open(traces)
+    few = [t for t in folder.read() if t.n_steps and split_of(t.key) == "train"][:3]
+    with pytest.raises(ScheduleError, match="validation split is empty: of 3 prompts"):
+        fit(Traces.join(folder.header, few), COSTS, QUICK)
+
+
+def test_costs_of_other_drafters_are_refused(traces):
+    other = replace(COSTS, host=replace(COSTS.host, visit={"ngram": 0.1}))
+    with pytest.raises(ScheduleError, match="knows drafters ngram, the traces are of ngram, small"):
+        fit(Traces.load(traces), other, QUICK)
+
+
+def test_costs_of_another_model_are_refused_for_traces(traces):
+    other = replace(COSTS, models={"drafter:small": "abc"})
+    with pytest.raises(ScheduleError, match=r"measured for another drafter:small \(abc\) than"):
+        fit(Traces.load(traces), other, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "said"),
+    [
+        (
+            {"builder": {"kind": "layered", "depth": 3, "width": 2, "budget": 6}},
+            "builder.depth is 2",
+        ),
+        (
+            {"builder": {"kind": "layered", "depth": 2, "width": 4, "budget": 6}},
+            "builder.width is 2",
+        ),
+        ({"drafters": [{"kind": "ngram"}]}, "drafters are ngram, small there and ngram here"),
+        (
+            {"drafters": [{"kind": "ngram", "max_n": 5}, {"kind": "lm", "model": "small"}]},
+            "drafters.ngram.max_n is 3 there and 5 here",
+        ),
+        ({"leftover": True}, "leftover is False there and True here"),
+        ({"ride_along": ["ngram"]}, "ride_along is"),
+    ],
+)
+def test_a_scheduler_of_another_pipeline_is_refused(fitted, tmp_path, rooms, said):
+    write_artefact(fitted.artefact, tmp_path / "s")
+    learned = config(scheduler={"kind": "value", "artefact": str(tmp_path / "s")}, **rooms)
+    with pytest.raises(ScheduleError, match=said) as caught:
+        build_pipeline(learned, models())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scheduler_for_another_model_or_of_other_features_is_refused(fitted, tmp_path):
+    write_artefact(fitted.artefact, tmp_path / "s")
+    learned = config(scheduler={"kind": "value", "artefact": str(tmp_path / "s")})
+    held = models()
+    held["small"] = hashed_model(12, 5)
+    with pytest.raises(ScheduleError, match=r"drafters.small.model is '\w+' there"):
+        build_pipeline(learned, held)
+    names = ["mood", *fitted.artefact.header["features"][1:]]
+    odd = replace(fitted.artefact, header=fitted.artefact.header | {"features": names})
+    write_artefact(odd, tmp_path / "s")
+    with pytest.raises(ScheduleError, match="other features: 'mood' there and 'log_prompt' here"):
+        build_pipeline(learned, models())
+    older = replace(fitted.artefact, header=fitted.artefact.header | {"features_version": 0})
+    write_artefact(older, tmp_path / "s")
+    with pytest.raises(ScheduleError, match="features of version 0"):
+        build_pipeline(learned, models())
+
+
+def test_damaged_schedulers_are_named(fitted, tmp_path):
+    with pytest.raises(ScheduleError, match=r"cannot be read.*make one with"):
+        read_artefact(tmp_path / "none")
+    arrays = fitted.artefact.arrays | {"b3": fitted.artefact.arrays["b3"][:1]}
+    write_artefact(replace(fitted.artefact, arrays=arrays), tmp_path / "s")
+    with pytest.raises(ScheduleError, match=r"b3 must hold finite numbers of shape \[2, 3\]"):
+        read_artefact(tmp_path / "s")
+    holed = fitted.artefact.arrays["w2"].copy()
+    holed[0, 0, 0] = np.nan
+    write_artefact(
+        replace(fitted.artefact, arrays=fitted.artefact.arrays | {"w2": holed}), tmp_path / "s"
+    )
+    with pytest.raises(ScheduleError, match="w2 must hold finite numbers"):
+        read_artefact(tmp_path / "s")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ScheduleError, match="must be new or a scheduler's folder"):
+        write_artefact(fitted.artefact, tmp_path / "mine")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_margins_are_those_of_the_layers_own_network():
+    features = StateFeatures(2, 3, 2, 5)
+    dice = np.random.default_rng(0)
+    n, h = len(features.names), 7
+    shapes = [(3, n, h), (3, h), (3, h, h), (3, h), (3, h, 3), (3, 3)]
+    network = ValueNetwork(*(dice.normal(size=s).astype(np.float32) for s in shapes))
+    x = dice.normal(size=n).astype(np.float32)
+    hidden = np.maximum(x @ network.w1[1] + network.b1[1], 0)
+    hidden = np.maximum(hidden @ network.w2[1] + network.b2[1], 0)
+    expected = hidden @ network.w3[1] + network.b3[1]
+    np.testing.assert_allclose(network.margins(2, x), expected, rtol=1e-5)
+    np.testing.assert_allclose(network.margins(2, np.stack([x, x]))[1], expected, rtol=1e-5)
+
+
+def test_the_documentation_lists_every_array_of_a_trace():
+    page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    for name, text in ARRAYS.items():
+        assert f"| `{name}` | {text} |" in page

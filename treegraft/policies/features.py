@@ -1,0 +1,215 @@
+"""What a learned scheduler sees: numbers of the text and of the tree before a layer.
+
+Offline collection and decoding compute them by this one file, so that a scheduler decides on what
+it was fitted on. Nothing here depends on who drafted the text so far: a scheduler that acts
+differently from the one that made the traces sees features of the same law.
+
+Shapes: F features, K drafters, D layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treegraft.core.roles import DraftState
+from treegraft.policies.automaton import START, Match, SuffixAutomaton
+
+__all__ = ["FEATURES_VERSION", "LOOKBACK", "StateFeatures", "TextFeatures"]
+
+FEATURES_VERSION = 1
+"""Raised whenever a feature changes its meaning; artefacts of another version are refused."""
+LOOKBACK = 5
+"""Layers above the frontier within which the best nodes are looked at, as in the paper."""
+_LONGEST = 16
+_JUDGED = 64
+"""Tokens of a text that is new over which its hits are counted."""
+_FLOOR = -20.0
+_TEXT = ("match", "match_share", "hit_fast", "hit_slow", "hit_run")
+
+
+@final
+class TextFeatures:
+    """How well the text repeats itself, followed token by token.
+
+    Before each token the longest earlier occurrence of the text's end (up to 16 tokens) predicts
+    what was most frequent behind it. ``match`` is log(1 + length) of that occurrence now,
+    ``match_share`` the share of its most frequent continuation, ``hit_fast`` and ``hit_slow``
+    running means (over about 4 and 16 tokens) of whether the prediction was right, ``hit_run`` for
+    how many tokens in a row it was (of at most 16).
+    """
+
+    def __init__(self) -> None:
+        self._text: Sequence[int] | None = None
+        self._n_read = 0
+        self.values: tuple[float, ...] = (0.0,) * len(_TEXT)
+
+    def follow(self, text: Sequence[int]) -> tuple[float, ...]:
+        """The five features of ``text``; a list that only grows is read once."""
+        if text is not self._text or len(text) < self._n_read:
+            self._text = text
+            self._n_read = 0
+            self._index = SuffixAutomaton(_LONGEST)
+            self._fast = self._slow = self._run = 0.0
+        if self._n_read < len(text):
+            # Of a long prompt only the end is judged: what lies further back has no weight left.
+            first = len(text) - _JUDGED
+            for token in text[self._n_read :]:
+                self._note(token, self._n_read > max(first, 0))
+            self._look_up()
+        return self.values
+
+    def _note(self, token: int, judge: bool) -> None:
+        if judge:
+            match, predicted = self._predict()
+            hit = float(match.length > 0 and token == predicted)
+            self._fast += (hit - self._fast) / 4
+            self._slow += (hit - self._slow) / 16
+            self._run = min(self._run + 1, _LONGEST) if hit else 0.0
+        self._n_read += 1
+        self._index.append(token)
+
+    def _predict(self) -> tuple[Match, int]:
+        """The longest context that was followed by something, and what most often; length 0: none.
+
+        What stands only at the end has no continuation; shorter contexts do.
+        """
+        index = self._index
+        match: Match | None = index.match
+        while match is not None and match.length:
+            after = index.continuations(match.state, 1)
+            if after:
+                return match, after[0]
+            match = index.wider(match)
+        return Match(START, 0), -1
+
+    def _look_up(self) -> None:
+        match, predicted = self._predict()
+        share = 0.0
+        if match.length:
+            share = math.exp(self._index.path(match, predicted, 1)[1][0])
+        self.values = (
+            math.log1p(match.length),
+            share,
+            self._fast,
+            self._slow,
+            self._run / _LONGEST,
+        )
+
+
+@final
+class StateFeatures:
+    """The features of a ``DraftState`` as float32 [F], in the order of ``names``.
+
+    From the paper (method.md section 2): ``log_prompt``; ``layer``; share of the layers that each
+    drafter acted in (``calls_i``) and one bit per earlier layer and drafter (``layer_l_by_i``);
+    mean ``depth`` of the frontier; share of its nodes that are leaves; ``debt``: how much shallower
+    the W best nodes within the lookback lie than the frontier; share of those W that are ``older``
+    than the last layer; their ``overlap`` with the frontier; their mean logprob (``best_mean``).
+    Times of forwards are constants of an artefact, which is made for one cost model.
+
+    Ours: ``log_text``; what ``TextFeatures`` says; ``best_first``: logprob of the best frontier
+    node; ``frontier_mass``: sum of the frontier's path probabilities; ``unscored``: share of the
+    frontier that nobody scored; ``log_frontier`` and ``log_nodes``; ``expected``: sum of the path
+    probabilities of the B best nodes, which is the accepted length if scores are true; ``idle``:
+    whether the last layer found nothing.
+
+    Parameters
+    ----------
+    n_drafters, depth, width, budget : of the pipeline. depth is at least 1.
+    """
+
+    def __init__(self, n_drafters: int, depth: int, width: int, budget: int) -> None:
+        self._shape = (n_drafters, depth)
+        self._width, self._budget = width, budget
+        drafters, layers = range(n_drafters), range(1, depth)
+        self.names: tuple[str, ...] = (
+            "log_prompt",
+            "log_text",
+            *_TEXT,
+            "layer",
+            "depth",
+            "leaves",
+            "debt",
+            "older",
+            "overlap",
+            "best_mean",
+            "best_first",
+            "frontier_mass",
+            "unscored",
+            "log_frontier",
+            "log_nodes",
+            "expected",
+            "idle",
+            *(f"calls_{i}" for i in drafters),
+            *(f"layer_{layer}_by_{i}" for layer in layers for i in drafters),
+        )
+
+    def of(self, state: DraftState, text: Sequence[float], n_before: int) -> NDArray[np.float32]:
+        """Features before a layer.
+
+        Parameters
+        ----------
+        text : of ``TextFeatures`` for the committed text.
+        n_before : nodes of the working tree before the last layer; 0 before the first.
+        """
+        n_drafters, depth = self._shape
+        n_calls = [0.0] * n_drafters
+        bits = [0.0] * (n_drafters * (depth - 1))
+        for layer, index in enumerate(state.calls):
+            n_calls[index] += 1 / depth
+            bits[layer * n_drafters + index] = 1.0
+        values = (
+            math.log1p(state.n_prompt),
+            math.log1p(state.n_committed),
+            *text,
+            (state.layer - 1) / depth,
+            # Most steps' first decision, and always the same.
+            *(_ROOT_ONLY if state.tree.n_nodes == 1 else self.of_tree(state, n_before)),
+            float(bool(state.reached) and not state.reached[-1]),
+            *n_calls,
+            *bits,
+        )
+        return np.array(values, dtype=np.float32)
+
+    def of_tree(self, state: DraftState, n_before: int) -> tuple[float, ...]:
+        """The features from ``depth`` to ``expected``."""
+        # Some dozen numbers: plain Python on lists is quicker than numpy's calls.
+        depth = self._shape[1]
+        tree, front = state.tree, state.frontier.numpy()
+        level, logprob = tree.depth.numpy(), tree.logprob.numpy()
+        frontier, at, scores = front.tolist(), level[front].tolist(), logprob[front].tolist()
+        n_frontier = len(frontier)
+        mean_depth = sum(at) / n_frontier
+        chosen = tree.best(self._width, min(at) - LOOKBACK, max(at)).numpy()
+        best, best_at = chosen.tolist(), level[chosen].tolist()
+        n_best = max(len(best), 1)
+        # Nodes that a graft has taken out are not verified.
+        chance = np.exp(logprob[1:][tree.alive.numpy()[1:]])
+        if chance.shape[0] > self._budget:
+            chance = np.partition(chance, chance.shape[0] - self._budget)[-self._budget :]
+        inside = set(frontier)
+        n_old = sum(node < n_before for node in best) if state.layer > 1 else n_best
+        top = sum(max(score, _FLOOR) for score in logprob[chosen].tolist())
+        return (
+            mean_depth / depth,
+            int(np.count_nonzero(tree.leaf.numpy()[front])) / n_frontier,
+            max(mean_depth - sum(best_at) / n_best, 0.0) / depth,
+            n_old / n_best,
+            sum(node in inside for node in best) / n_best,
+            top / n_best,
+            max(*scores, _FLOOR),
+            sum(map(math.exp, scores)),
+            scores.count(-math.inf) / n_frontier,
+            math.log1p(n_frontier),
+            math.log(tree.n_nodes),
+            float(chance.sum()),
+        )
+
+
+_ROOT_ONLY = (0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, math.log1p(1), 0.0, 0.0)
+"""``StateFeatures.of_tree`` of a tree that is its root."""

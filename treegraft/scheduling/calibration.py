@@ -1,0 +1,315 @@
+"""Measures the cost model of a pipeline: forwards by themselves, and the rest of real steps.
+
+Forwards are timed alone on a grid (``backends.cost``). Then the pipeline decodes with schedules
+drawn at random: how much longer forwards take in decoding gives each curve its scale, and what a
+step takes besides is fitted to the layers of each drafter and to the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treegraft.backends.cost import (
+    DRAFTER,
+    TARGET,
+    CostModel,
+    Curve,
+    HostCosts,
+    environment,
+    measure_curves,
+)
+from treegraft.backends.identity import model_identity
+from treegraft.core.language_model import LanguageModel
+from treegraft.core.roles import DraftState, Scheduler
+from treegraft.core.stats import StepRecord
+from treegraft.core.stopwatch import FORWARD
+from treegraft.pipeline import Pipeline
+from treegraft.policies.drafters.lm import LmConfig
+from treegraft.prompts import Prompt
+
+__all__ = ["CostCalibration", "calibrate", "curve_models", "pipeline_environment"]
+
+CONTEXTS = (48, 256, 768)
+_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def curve_models(pipeline: Pipeline) -> dict[str, LanguageModel]:
+    """The models that have a curve, by its name: the target, and drafters that are models."""
+    config = pipeline.config
+    found = {TARGET: pipeline.models[config.target.model]}
+    for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
+        if isinstance(drafter, LmConfig):
+            found[DRAFTER + name] = pipeline.models[drafter.model]
+    return found
+
+
+def pipeline_environment(pipeline: Pipeline) -> dict[str, Any]:
+    """``environment`` of a pipeline: its backend settings are part of it."""
+    backend = pipeline.config.backend.model_dump(mode="json")
+    device = backend.pop("device")
+    return environment(backend.pop("dtype"), device, backend=backend)
+
+
+@dataclass(frozen=True, slots=True)
+class CostCalibration:
+    """A cost model and how well it predicts.
+
+    Attributes
+    ----------
+    costs : with ``checked`` filled in. steps : that were decoded to measure.
+    stages : predicted over measured seconds by stage, on the half of the steps that nothing was
+        fitted to.
+    """
+
+    costs: CostModel
+    steps: int
+    stages: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "predicted_over_measured": self.costs.checked,
+            "stages": self.stages,
+            "steps": self.steps,
+            "costs": self.costs.as_dict(),
+        }
+
+
+@final
+class _Drawn(Scheduler):
+    """Draws each layer's drafter; one layer in five drafting stops."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = np.random.default_rng(seed)
+
+    def choose(self, state: DraftState) -> int | None:
+        if self._dice.random() < 0.2:
+            return None
+        return int(self._dice.integers(state.n_drafters))
+
+    def finish(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+
+_Noted = list[tuple[int, int, float]]
+
+
+@contextmanager
+def _metered(models: Mapping[str, LanguageModel]) -> Iterator[dict[str, _Noted]]:
+    """Inside, forwards of the models are noted by name: width, context and seconds of each.
+
+    The models themselves are watched, not stand-ins for them, so that compiled ones stay compiled.
+    """
+    noted: dict[str, _Noted] = {name: [] for name in models}
+
+    def watched(forward: Callable[..., Any], mine: _Noted) -> Callable[..., Any]:
+        def run(
+            cache: Any,
+            tokens: Tensor,
+            rows: Tensor,
+            positions: Tensor,
+            visible: Tensor,
+            *rest: Any,
+            **more: Any,
+        ) -> Any:
+            start = perf_counter()
+            logits = forward(cache, tokens, rows, positions, visible, *rest, **more)
+            width = int(tokens.shape[0])
+            mine.append((width, int(visible.shape[1]) - width, perf_counter() - start))
+            return logits
+
+        return run
+
+    try:
+        for name, model in models.items():
+            vars(model)["forward"] = watched(model.forward, noted[name])
+        yield noted
+    finally:
+        for model in models.values():
+            vars(model).pop("forward", None)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A decoded step: forwards as (curve, width, context, seconds), and the rest."""
+
+    forwards: list[tuple[str, int, int, float]]
+    rest: float
+    row: list[float] = field(default_factory=list)
+
+
+def calibrate(
+    pipeline: Pipeline,
+    prompts: Sequence[Prompt],
+    repeats: int = 7,
+    tokens: int = 48,
+    seed: int = 0,
+    on_part: Callable[[object], None] | None = None,
+) -> CostCalibration:
+    """Measure the cost model of a pipeline.
+
+    Parameters
+    ----------
+    pipeline : with drafters. prompts : to decode, at least one; the more the surer.
+    repeats : rounds of timing alone. tokens : new tokens per prompt.
+    on_part : called after each round and each prompt, for progress.
+    """
+    models = curve_models(pipeline)
+    builder = pipeline.builder
+    most_drafted = 1 + builder.width + builder.depth * builder.width**2
+    most = {
+        name: min(builder.budget + 1 if name == TARGET else max(most_drafted, 32), 1024)
+        for name in models
+    }
+    widths = {name: [w for w in _WIDTHS if w < limit] + [limit] for name, limit in most.items()}
+    curves = measure_curves(models, widths, CONTEXTS, repeats, on_part)
+    steps = _decode(pipeline, prompts, tokens, seed, on_part)
+    fitted, held = steps[::2], steps[1::2]
+    curves = {
+        name: replace(curve, scale=_scale(curve, name, fitted)) for name, curve in curves.items()
+    }
+    names = pipeline.drafter_names
+    host = _host(fitted, names)
+    costs = CostModel(
+        pipeline_environment(pipeline),
+        {name: model_identity(model) for name, model in models.items()},
+        curves,
+        host,
+    )
+    stages = _check(costs, held or fitted, names)
+    return CostCalibration(replace(costs, checked=stages["step"]), len(steps), stages)
+
+
+def _decode(
+    pipeline: Pipeline,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    seed: int,
+    on_part: Callable[[object], None] | None,
+) -> list[_Step]:
+    """Decode with drawn schedules and metered models; the first step of a text does not count."""
+    config = pipeline.config
+    drawn = pipeline.with_scheduler(_Drawn(seed))
+    by_curve = {TARGET: config.target.model}
+    for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
+        if isinstance(drafter, LmConfig):
+            by_curve[DRAFTER + name] = drafter.model
+    steps: list[_Step] = []
+    for prompt in prompts:
+        encoded = pipeline.encode(prompt.content)
+        number = 0
+        for record, by_model in _noting(drawn, encoded, tokens):
+            forwards = _assigned({name: by_model[source] for name, source in by_curve.items()})
+            number += 1
+            if number == 1:
+                continue
+            stages = record.seconds
+            inside = sum(
+                seconds
+                for stage, seconds in stages.items()
+                if stage in (TARGET, "scheduler") or stage.startswith(FORWARD)
+            )
+            row = _row(record.n_tree, sum(record.drafted), record.calls, len(config.drafters))
+            steps.append(_Step(forwards, sum(stages.values()) - inside, row))
+        if on_part is not None:
+            on_part(prompt)
+    return steps
+
+
+def _noting(
+    pipeline: Pipeline, prompt: Sequence[int], tokens: int
+) -> Iterator[tuple[StepRecord, dict[str, _Noted]]]:
+    """The record of each step and the forwards in it."""
+    with _metered(pipeline.models) as noted:
+        for chunk in pipeline.stream(prompt, max_new_tokens=tokens, min_new_tokens=0):
+            yield chunk.step, {name: list(forwards) for name, forwards in noted.items()}
+            for forwards in noted.values():
+                forwards.clear()
+
+
+def _assigned(noted: Mapping[str, _Noted]) -> list[tuple[str, int, int, float]]:
+    """The forwards of a step by curve; where roles share a model the last one is the target's."""
+    found = [(TARGET, *noted[TARGET][-1])] if noted[TARGET] else []
+    shared = noted[TARGET]
+    for name, forwards in noted.items():
+        if name != TARGET:
+            mine = forwards[:-1] if forwards is shared else forwards
+            found += [(name, *forward) for forward in mine]
+    return found
+
+
+def _row(n_tree: int, n_drafted: int, calls: Sequence[int], n_drafters: int) -> list[float]:
+    return [
+        1.0,
+        float(n_tree),
+        float(n_drafted),
+        *(float(calls.count(i)) for i in range(n_drafters)),
+    ]
+
+
+def _scale(curve: Curve, name: str, steps: Sequence[_Step]) -> float:
+    """Measured over predicted seconds of all forwards no wider than the grid.
+
+    The fiftieth that took longest for what they are is left out: something else held them up.
+    """
+    found = [
+        (seconds, float(curve.at(width, context)))
+        for step in steps
+        for who, width, context, seconds in step.forwards
+        if who == name and width <= curve.widths[-1]
+    ]
+    found.sort(key=lambda pair: pair[0] / pair[1])
+    calm = found[: len(found) - len(found) // 50]
+    return sum(s for s, _ in calm) / sum(p for _, p in calm) if calm else 1.0
+
+
+def _host(steps: Sequence[_Step], names: Sequence[str]) -> HostCosts:
+    """Least squares with coefficients from 0, of steps that no interruption has stretched."""
+    table = np.array([step.row for step in steps])
+    rest = np.array([step.rest for step in steps])
+    fit = _from_zero(table, rest)
+    for _ in range(3):
+        # Interruptions only ever add; what lies far above is left out.
+        off = rest - table @ fit
+        spread = np.median(np.abs(off - np.median(off)))
+        calm = off <= np.median(off) + 6 * max(float(spread), 1e-9)
+        fit = _from_zero(table[calm], rest[calm])
+    visit = {name: float(fit[3 + i]) for i, name in enumerate(names)}
+    return HostCosts(float(fit[0]), float(fit[1]), float(fit[2]), visit)
+
+
+def _from_zero(table: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares; coefficients that come out below 0 are set to 0, the lowest first."""
+    used = list(range(table.shape[1]))
+    fit = np.zeros(table.shape[1])
+    while used:
+        found, *_ = np.linalg.lstsq(table[:, used], values, rcond=None)
+        if found.min() >= 0:
+            fit[used] = found
+            break
+        del used[int(found.argmin())]
+    return fit
+
+
+def _check(costs: CostModel, steps: Sequence[_Step], names: Sequence[str]) -> dict[str, float]:
+    """Predicted over measured seconds: all of a step, forwards by curve, and the rest."""
+    predicted: dict[str, float] = {}
+    measured: dict[str, float] = {}
+    host = costs.host
+    weights = np.array([host.step, host.node, host.drafted, *(host.visit[n] for n in names)])
+    for step in steps:
+        for who, width, context, seconds in step.forwards:
+            predicted[who] = predicted.get(who, 0.0) + float(costs.curves[who].at(width, context))
+            measured[who] = measured.get(who, 0.0) + seconds
+        predicted["rest"] = predicted.get("rest", 0.0) + float(weights @ np.array(step.row))
+        measured["rest"] = measured.get("rest", 0.0) + step.rest
+    ratios = {name: predicted[name] / max(measured[name], 1e-12) for name in predicted}
+    return {"step": sum(predicted.values()) / max(sum(measured.values()), 1e-12), **ratios}
