@@ -63,6 +63,18 @@ def test_every_forward_is_counted_and_prefill_apart(models):
     assert profile.prefill_bare_seconds > 0.0
 
 
+def test_forwards_of_a_compiled_drafter_are_counted_as_those_of_an_eager_one():
+    """The log stood on the model as loaded, and saw nothing of what was compiled but its prompt."""
+    models = {"big": HFLanguageModel(tiny_llama()), "little": HFLanguageModel(tiny_llama())}
+    plain = profile_texts(CONFIG, PROMPTS, models).as_dict()
+    backend = CONFIG.backend.model_copy(update={"compile": "on", "compiler": "eager"})
+    found = profile_texts(CONFIG.model_copy(update={"backend": backend}), PROMPTS, models).as_dict()
+    for name in ("target", "little"):
+        for figure in ("per_step", "tokens_per_forward"):
+            assert found["forwards"][name][figure] == plain["forwards"][name][figure]
+        assert found["forwards"][name]["bare_seconds_per_step"] > 0.0
+
+
 def test_a_prompt_of_one_token_has_no_prefill(models):
     profile = profile_texts(CONFIG, PROMPTS[1:], models)
     assert profile.prefill_bare_seconds == 0.0

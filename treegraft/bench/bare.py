@@ -3,9 +3,9 @@
 This is the one definition of the physical limit. A *bare forward* is the model's own forward,
 called with arguments that are ready: ids, positions, the additive mask, a cache that knows where to
 write. It reads as many tokens over as wide a span as the forward that it stands for, on a cache of
-its own. For a model of transformers that is the call of its module; for any other ``LanguageModel``
-(one's own, or one whose forwards are compiled) it is ``forward`` with ready tensors, so what that
-prepares itself counts as the forward's.
+its own. For a model of transformers that is the call of its module, or of the program it was
+compiled to, without padding; for a ``LanguageModel`` of one's own it is ``forward`` with ready
+tensors, so what that prepares itself counts as the forward's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treegraft.backends.graphs import CompiledModel
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.core.language_model import LanguageModel
 
@@ -114,7 +115,7 @@ class BareForwards:
             limit = model.max_positions or 2 * forward.span
             n_rows = max(forward.span, min(2 * forward.span, limit))
             cache = model.new_cache(n_rows)
-            if not isinstance(model, HFLanguageModel):
+            if not isinstance(model, HFLanguageModel | CompiledModel):
                 # A model of one's own may look at what it has read.
                 for first in range(0, n_rows, _CHUNK):
                     _reading(model, cache, first, min(first + _CHUNK, n_rows), True)()
@@ -123,7 +124,7 @@ class BareForwards:
 
     def _ready(self, model: LanguageModel, forward: Forward) -> Callable[[], Any]:
         cache, first = self._cache(model, forward), forward.span - forward.n
-        if not isinstance(model, HFLanguageModel):
+        if not isinstance(model, HFLanguageModel | CompiledModel):
             return _reading(model, cache, first, forward.span, forward.last_only)
         # The device is named, not made the default: that slows every call inside down.
         rows = torch.arange(first, forward.span, device="cpu")
@@ -143,6 +144,8 @@ class BareForwards:
             arguments["cache_position"] = rows.to(device)
         if forward.last_only and report.logits_to_keep:
             arguments["logits_to_keep"] = 1
+        if isinstance(model, CompiledModel) and not forward.last_only:
+            return lambda: model.run(arguments)
         return lambda: model.model(**arguments)
 
 

@@ -141,7 +141,7 @@ def profile_texts(
     timed = {TARGET: pipeline.target}
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
         if isinstance(drafter, LmConfig):
-            timed[name] = loader.model(drafter.model)
+            timed[name] = pipeline.models[drafter.model]
     texts = [pipeline.encode(prompt) for prompt in prompts]
     bare = BareForwards(timed)
     steps: list[ProfiledStep] = []
