@@ -84,6 +84,7 @@ class Case:
     def remembers(self) -> bool:
         """Whether a text is drafted otherwise after another one; tokens are the same."""
         keeps = any(d.get("keep") or d.get("store_tokens") for d in self.config["drafters"])
+        keeps = keeps or self.config.get("fallback") == "auto"
         return keeps or bool(self.config["scheduler"]["kind"] == "cost_aware")
 
     @property
@@ -471,6 +472,8 @@ def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
         "stop": draw(stops(room)),
         "backend": {"kind": draw(st.sampled_from(["tensor", "tensor", "reference"]))},
     }
+    if roles["verifier"]["kind"] == "walk" and draw(st.sampled_from([False, False, False, True])):
+        config["fallback"] = "auto"
     if builder["kind"] == "static":  # its paths are expanded by grafts that do not go elsewhere
         config["graft"] = {"kind": "union"}
     look_ups = {"ngram", "suffix", "recycle", "datastore"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from treegraft.core.roles import Commit, Context, TargetTop, TreeTop
 from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
 from treegraft.core.stats import StepRecord
 from treegraft.core.tree import ROOT, TokenTree, Verdict
-from treegraft.drafting import Drafting, Layer, count
+from treegraft.drafting import Draft, Drafting, Layer, count
 from treegraft.parts import Parts, named
 
 
@@ -145,9 +146,24 @@ class Decoding:
 
     def step(self) -> Step:
         """Draft, let the target read, commit."""
+        fallback = self.parts.fallback
+        if fallback is None or not self.parts.drafters:
+            return self._step(self._drafting.draft)
+        began = perf_counter()
+        step = self._step(self._drafting.draft if fallback.drafts() else self._drafting.plain)
+        if fallback.finish(len(step.tokens), perf_counter() - began):
+            drafted, plain = fallback.drafted_rate, fallback.plain_rate
+            notice = (
+                f"drafting did not pay after {len(self.history.tokens) - self.history.n_prompt} "
+                f"tokens ({drafted:.3g} tokens/s, plain {plain:.3g}); it pauses"
+            )
+            self.notices.append(notice)
+        return step
+
+    def _step(self, make_draft: Callable[[], Draft]) -> Step:
         parts = self.parts
         n_kv = len(self.history.tokens) - 1
-        draft = self._drafting.draft()
+        draft = make_draft()
         tree = draft.tree
         logits, hidden = self._forward(tree, n_kv)
         if has_nan(logits):

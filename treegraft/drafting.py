@@ -95,6 +95,12 @@ class Drafting:
     def __post_init__(self) -> None:
         self.tree = self.parts.tree()
 
+    def plain(self) -> Draft:
+        """No draft: the target reads the last token alone."""
+        self._left = None
+        nothing = (0,) * len(self.parts.drafters)
+        return Draft(TokenTree.root_only(self.history.tokens[-1]), (), nothing, nothing, nothing)
+
     def draft(self) -> Draft:
         """Grow a tree layer by layer and prune it; plain decoding gets the bare root."""
         parts, text, tree = self.parts, self.history.tokens, self.tree
@@ -102,8 +108,7 @@ class Drafting:
         max_depth = self.capacity - len(text) - 1
         n = len(parts.drafters)
         if not parts.drafters or max_depth < 1:
-            nothing = (0,) * n
-            return Draft(TokenTree.root_only(text[-1]), (), nothing, nothing, nothing)
+            return self.plain()
         with parts.watch.stage("tree"):
             if self._left is None:
                 tree.reset_(text[-1], max_depth, parts.builder.budget)

@@ -17,6 +17,7 @@ from treegraft.core.roles import (
     Verifier,
 )
 from treegraft.core.stopwatch import Stopwatch
+from treegraft.fallback import Fallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Parts:
     """The components of a pipeline; ``tree`` makes an empty working tree.
 
     ``riders`` are the numbers of the drafters that ride along, ``leftover`` says whether what is
-    left of a tree starts the next one (docs/method.md section 6).
+    left of a tree starts the next one (docs/method.md section 6). ``fallback`` decides for which
+    steps drafting pays; without it all are drafted.
     """
 
     target: LanguageModel
@@ -38,6 +40,7 @@ class Parts:
     watch: Stopwatch
     riders: Sequence[int] = ()
     leftover: bool = False
+    fallback: Fallback | None = None
 
 
 def named(role: str, part: object, method: str) -> _Named:

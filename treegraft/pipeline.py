@@ -40,6 +40,7 @@ from treegraft.core.stopwatch import Stopwatch
 from treegraft.core.tree import TokenTree
 from treegraft.decoding import Decoding, TargetCache
 from treegraft.drafting import Layer
+from treegraft.fallback import Fallback
 from treegraft.loading import Loader
 from treegraft.parts import Parts
 from treegraft.policies.calibration import CalibratedTree, Calibration
@@ -504,6 +505,7 @@ def build_pipeline(
         watch=watch,
         riders=tuple(map(config.drafter_names.index, config.ride_along)),
         leftover=config.leftover,
+        fallback=Fallback() if config.fallback == "auto" else None,
     )
     source = config.target.model
     return Pipeline(

@@ -223,7 +223,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts():
 def test_ours_and_the_endpoints_come_from_the_shipped_files():
     configs = our_configs(shipped_config(0.8), shipped_config(), None, None)
     assert list(configs) == ["plain", "never", "always", "ours"]
-    assert [c.drafter_names for c in configs.values()] == [(), *[("ngram", "small")] * 3]
+    endpoints, ours = ("ngram", "recycle", "small"), ("recycle", "small")
+    assert [c.drafter_names for c in configs.values()] == [(), endpoints, endpoints, ours]
     assert configs["never"].scheduler.kind == "never"
     assert configs["ours"].verifier.kind == "ledger"
     assert configs["always"].verifier.kind == "walk"
@@ -233,8 +234,8 @@ def test_another_drafter_takes_the_place_and_name_of_the_dearest_model():
     configs = our_configs(shipped_config(), shipped_config(), "zoo:medium", "zoo:small")
     assert {config.target.model for config in configs.values()} == {"zoo:medium"}
     other = our_configs(shipped_config(), shipped_config(), None, "zoo:medium")["ours"]
-    assert other.drafter_names == ("ngram", "small")
-    assert other.drafters[1].model == "zoo:medium"
+    assert other.drafter_names == ("ngram", "recycle", "small")
+    assert other.drafters[2].model == "zoo:medium"
 
 
 def test_every_arm_of_the_line_up_has_its_own_name():

@@ -17,6 +17,7 @@ def prompts(write):
 def test_peers_measures_ours_beside_transformers(treegraft, zoo, prompts):
     arms = [f"--arm={name}" for name in ("never", "ours", "hf_plain", "hf_assisted", "hf_lookup")]
     models = ["--target", zoo.target, "--drafter", zoo.small, "--threads", 1]
+    arms.append("--compile=off")
     command = ["bench", "peers", *models, "--prompts", prompts, "-n", 8, *arms, "--json"]
     result = treegraft(*command)
     assert result.code == 0, result.err
@@ -33,7 +34,7 @@ def test_peers_measures_ours_beside_transformers(treegraft, zoo, prompts):
 
 
 def test_peers_prints_tables_and_who_is_not_installed(treegraft, zoo, prompts):
-    arms = ["--arm=ours", "--arm=flashspec_lookup", "--temperature", 0.7]
+    arms = ["--arm=ours", "--arm=flashspec_lookup", "--temperature", 0.7, "--compile=off"]
     models = ["--target", zoo.target, "--drafter", zoo.small, "--threads", 1]
     result = treegraft("bench", "peers", *models, "--prompts", prompts, "-n", 4, *arms)
     assert result.code == 0, result.err
@@ -106,6 +107,7 @@ def test_a_peer_with_an_interpreter_that_fails_is_listed(treegraft, zoo, prompts
     broken.chmod(0o755)
     models = ["--target", zoo.target, "--drafter", zoo.small, "--arm=economize_lookup"]
     options = ["--prompts", prompts, "-n", 4, "--peer-python", f"economize={broken}", "--json"]
+    options.append("--compile=off")
     result = treegraft("bench", "peers", *models, *options)
     assert result.code == 0, result.err
     assert result.json["failed"] == {"economize_lookup": "ended with exit code 1: no torch here"}

@@ -179,11 +179,16 @@ def test_calibrated_scores_rise_with_raw_ones_and_never_pass_certainty(
         made.learn(np.array([drafter]), place, np.array([accepted]))
     given_scores = np.array(raw, dtype=np.float32)
     value, place = made.apply(0, np.full(len(raw), group), given_scores, scored)
+    # One group for all scores goes a shorter way.
+    value_of_one, place_of_one = made.apply(0, group, given_scores, scored)
+    assert place_of_one.tolist() == place.tolist()
+    assert value_of_one == pytest.approx(value, abs=1e-6)
     assert not np.isnan(value).any()
     assert (value <= 0).all()
     known = np.isfinite(given_scores) | (given_scores == np.inf)
     order = np.argsort(given_scores[known], kind="stable")
     assert (np.diff(value[known][order]) >= 0).all()
+    assert (np.diff(value_of_one[known][order]) >= 0).all()
     assert np.isneginf(value[~known]).all() == (scored or known.all())
     assert ((place >= 0) == (known | (not scored))).all()
 

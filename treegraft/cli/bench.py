@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treegraft.cli.options import (
+    Compile,
     ConfigFile,
     Device,
     Drafters,
@@ -80,6 +81,7 @@ def peers(
     max_new_tokens: MaxNewTokens = None,
     dtype: Dtype = None,
     device: Device = None,
+    compile_: Compile = None,
     threads: Threads = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and shorter texts: within five minutes.")
@@ -129,7 +131,7 @@ def peers(
     wanted: dict[str, dict[str, Any]] = {
         "sampling": {"temperature": temperature, "seed": seed},
         "stop": {"max_new_tokens": n_tokens},
-        "backend": {"dtype": dtype, "device": device},
+        "backend": {"dtype": dtype, "device": device, "compile": compile_},
     }
     data = ours.model_dump()
     for room, options in wanted.items():

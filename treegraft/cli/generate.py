@@ -37,7 +37,7 @@ from treegraft.cli.options import (
 from treegraft.cli.output import line_file, loading, note, print_json, progress, stderr
 
 if TYPE_CHECKING:
-    from treegraft.core.stats import Generation
+    from treegraft.core.stats import Generation, Statistics
     from treegraft.pipeline import Chunk, Pipeline
     from treegraft.prompts import Prompt
 
@@ -154,6 +154,7 @@ def generate(
                 note(notice)
             tick()
     total = Statistics.of(results)
+    _say_if_slower(pipeline, total, results)
     if as_json:
         entries = [_entry(p, g) for p, g in zip(wanted, results, strict=True)]
         result = {
@@ -169,6 +170,18 @@ def generate(
         from treegraft.cli.tables import statistics_report
 
         stderr().print(statistics_report(total))
+
+
+def _say_if_slower(pipeline: Pipeline, total: Statistics, results: list[Generation]) -> None:
+    from treegraft.bench.worth import gain_over_plain
+
+    n_text = max(result.n_prompt + len(result.tokens) for result in results)
+    gain = gain_over_plain(pipeline, total, n_text)
+    if gain is not None and gain < 0.95:
+        note(
+            f"drafting does not pay here: about {gain:.2f} times the speed of plain decoding "
+            "(treegraft compare measures it; fallback: auto decodes plainly where it does not pay)"
+        )
 
 
 def _untraced(pipeline: Pipeline) -> Callable[[Prompt], Iterator[Chunk]]:

@@ -105,10 +105,12 @@ def _drafters(summaries: list[ArmSummary]) -> Table:
     table.columns[1].justify = "left"
     for s in summaries:
         for name, figures in _by_drafter(s.statistics).items():
+            if not s.statistics.visits[name]:
+                continue
             text_row(table, s.name, name, *figures)
     table.caption = (
         "proposed: as the first or after others; alone: accepted, and proposed by nobody else; by "
-        "depth: accepted at depth 1, 2, ..."
+        "depth: accepted at depth 1, 2, ...; who was never called is left out"
     )
     table.caption_justify = "left"
     return table

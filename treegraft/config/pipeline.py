@@ -247,10 +247,20 @@ class PipelineConfig(Strict):
         description="Whether nodes below the bonus token, if it was drafted and pruned, start "
         "the next tree with their scores. What was drawn at random leaves nothing.",
     )
+    fallback: Literal["off", "auto"] = Field(
+        "off",
+        description="auto times plain steps now and then and decodes plainly where drafting does "
+        "not pay. It needs a verifier whose tokens do not depend on the draft.",
+    )
     calibration: CalibrationConfig = CalibrationConfig()
     sampling: SamplingConfig = SamplingConfig()
     stop: StopConfig = StopConfig()
     backend: BackendConfig = BackendConfig()
+
+    @field_validator("fallback", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads off without quotes as false
 
     @model_validator(mode="wrap")
     @classmethod
@@ -283,6 +293,12 @@ class PipelineConfig(Strict):
         self._check_riders()
         self._check_static()
         self._check_costs()
+        if self.fallback == "auto" and not self.same_tokens:
+            raise ValueError(
+                "fallback 'auto' needs a verifier whose tokens do not depend on the draft, or they "
+                "would depend on the clock: set verifier.kind to walk, found "
+                f"{self.verifier.kind!r}"
+            )
         return self
 
     def _check_riders(self) -> None:

@@ -151,6 +151,12 @@ class Statistics:
         }
 
     @property
+    def visits(self) -> dict[str, int]:
+        """How often each drafter was called, in a layer of its own or beside one."""
+        both = zip(self.drafters, self.calls, self.side_calls, strict=True)
+        return {name: calls + side_calls for name, calls, side_calls in both}
+
+    @property
     def overhead_share(self) -> float:
         forwards = sum(self.seconds.get(FORWARD + name, 0.0) for name in self.drafters)
         forwards += self.seconds.get("target", 0.0) + self.seconds["prefill"]

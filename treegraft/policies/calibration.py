@@ -115,13 +115,13 @@ class Calibration:
         return Calibration(self.config, self._n_drafters, self.observer)
 
     def apply(
-        self, drafter: int, group: Ints, raw: NDArray[np.float32], scored: bool
+        self, drafter: int, group: Ints | int, raw: NDArray[np.float32], scored: bool
     ) -> tuple[NDArray[np.float32], Ints]:
         """Calibrated scores and the cells that they came from, both shaped like ``raw``.
 
         Parameters
         ----------
-        group : number below G of each score's match length and place.
+        group : number below G of each score's match length and place, or one for all.
         raw : scores in nats; NaN and -inf are no score, above 0 counts as 0.
         scored : whether who gave them speaks about every token, so that no score means impossible
             and stays; else it is a token that a look-up found and said nothing more about.
@@ -130,22 +130,41 @@ class Calibration:
         -------
         Scores of at most 0, rising with ``raw`` within a group, and int64 cells (-1: no score).
         """
-        given = np.minimum(np.nan_to_num(raw.astype(np.float64), nan=-np.inf, neginf=-np.inf), 0.0)
-        known = given > -np.inf
-        table = self._tables(drafter, group)
-        x = np.where(known, given, KNOTS[0])
-        cell = np.searchsorted(_EDGES, x)
+        known = raw > -np.inf  # False for NaN
+        x = np.minimum(np.where(known, raw, KNOTS[0]), 0.0)
+        value, unscored = (
+            self._one_map(drafter, group, x)
+            if isinstance(group, int)
+            else self._maps(drafter, group, x)
+        )
+        if not known.all():
+            value = np.where(known, value, -np.inf if scored else unscored)
+        cell = np.where(known, np.searchsorted(_EDGES, x), -1 if scored else _UNSCORED)
+        place: Ints = np.where(cell >= 0, group * _CELLS + cell, -1)
+        return value.astype(np.float32), place
+
+    def _one_map(self, drafter: int, group: int, x: Floats) -> tuple[Floats, float]:
+        """``_maps`` for scores of one group, which are all that a model gives."""
+        if self._stale[drafter, group]:
+            self._renew(drafter, np.array([group]))
+        row = self._table[drafter, group]
+        value = np.minimum(np.interp(x, KNOTS, row[:_J]), row[_J - 1])
+        lowest = KNOTS[0]
+        if x.size and x.min() < lowest:
+            value = value + np.minimum(x - lowest, 0.0)
+        return value, row[_UNSCORED]
+
+    def _maps(self, drafter: int, group: Ints, x: Floats) -> tuple[Floats, Floats]:
+        """What scores ``x`` are mapped to, and what no score is, both shaped like ``group``."""
+        self._renew(drafter, group)
+        table = self._table[drafter]
         below = np.clip(np.searchsorted(KNOTS, x) - 1, 0, _J - 2)
         share = np.clip((x - KNOTS[below]) / (KNOTS[below + 1] - KNOTS[below]), 0.0, 1.0)
         low, high = table[group, below], table[group, below + 1]
         value = np.minimum(low + share * (high - low), high)
         # Below the lowest knot nobody looks closely: one nat less is one nat less.
         value = np.where(x < KNOTS[0], table[group, 0] + (x - KNOTS[0]), value)
-        unscored = -np.inf if scored else table[group, _UNSCORED]
-        value = np.where(known, value, unscored)
-        cell = np.where(known, cell, -1 if scored else _UNSCORED)
-        place = np.where(cell >= 0, group * _CELLS + cell, -1)
-        return value.astype(np.float32), place.astype(np.int64)
+        return value, table[group, _UNSCORED]
 
     def learn(self, drafter: Ints, place: Ints, accepted: NDArray[np.bool_]) -> None:
         """Count outcomes, each int64 / bool [m]; ``place`` as ``apply`` returned it."""
@@ -156,23 +175,22 @@ class Calibration:
         # A drafter's groups lean on each other.
         self._stale[np.unique(drafter)] = True
 
-    def _tables(self, drafter: int, group: Ints) -> Floats:
-        """float64 [G, J + 1]: log chances, up to date in the rows that ``group`` names."""
+    def _renew(self, drafter: int, group: Ints) -> None:
+        """Bring the rows of the table up to date that ``group`` names."""
         wanted = np.zeros(_G, dtype=np.bool_)
         wanted[group] = True
         wanted &= self._stale[drafter]
-        if wanted.any():
-            seen, taken = self._seen[drafter], self._taken[drafter]
-            k = self.config.strength
-            overall = (taken.sum(0) + k * _PRIOR) / (seen.sum(0) + k)
-            weight = seen[wanted] + k
-            mean = (taken[wanted] + k * overall) / weight
-            mean[:, :_J] = isotonic(mean[:, :_J], weight[:, :_J])
-            # Sums of many observations round: a chance may not come out as 0 or above 1.
-            self._table[drafter, wanted] = np.log(np.clip(mean, 1e-9, 1.0))
-            self._stale[drafter] &= ~wanted
-        table: Floats = self._table[drafter]
-        return table
+        if not wanted.any():
+            return
+        seen, taken = self._seen[drafter], self._taken[drafter]
+        k = self.config.strength
+        overall = (taken.sum(0) + k * _PRIOR) / (seen.sum(0) + k)
+        weight = seen[wanted] + k
+        mean = (taken[wanted] + k * overall) / weight
+        mean[:, :_J] = isotonic(mean[:, :_J], weight[:, :_J])
+        # Sums of many observations round: a chance may not come out as 0 or above 1.
+        self._table[drafter, wanted] = np.log(np.clip(mean, 1e-9, 1.0))
+        self._stale[drafter] &= ~wanted
 
 
 def isotonic(value: Floats, weight: Floats) -> Floats:
@@ -233,7 +251,8 @@ class CalibratedTree(TreeBackend):
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         raw = proposals.logprobs.detach().to(torch.float32).numpy()
-        group = _groups(proposals.match.numpy(), raw.shape[1])
+        match = proposals.match.numpy()
+        group = 0 if raw.shape[1] == 1 and not match.any() else _groups(match, raw.shape[1])
         value, place = self._calibration.apply(source, group, raw, overwrite)
         calibrated = replace(proposals, logprobs=torch.from_numpy(value))
         nodes = self._inner.add_(calibrated, source, overwrite)
@@ -244,8 +263,7 @@ class CalibratedTree(TreeBackend):
 
     def rescore_(self, logprobs: Tensor, source: int) -> None:
         raw = logprobs.detach().to(torch.float32).numpy()
-        group: Ints = np.zeros(raw.shape, dtype=np.int64)
-        value, place = self._calibration.apply(source, group, raw, True)
+        value, place = self._calibration.apply(source, 0, raw, True)
         self._inner.rescore_(torch.from_numpy(value), source)
         nodes = np.flatnonzero(place >= 0)
         nodes = nodes[nodes != ROOT]
