@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from treegraft.backends.artefact import Artefact, read_artefact
+from treegraft.backends.cost import elsewhere, environment
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
@@ -54,7 +55,7 @@ from treegraft.policies.schedulers import (
     FixedScheduler,
 )
 from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
-from treegraft.signature import difference, signature
+from treegraft.signature import completed, difference, signature
 from treegraft.text import StopStrings, TextStream
 
 
@@ -105,8 +106,11 @@ class Pipeline:
         no_tokenizer: str = "",
         calibration: Calibration | None = None,
         models: Mapping[str, LanguageModel] | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
         self.config = config
+        self.notices = tuple(notices)
+        """One line for each thing that whoever uses the pipeline should know about its parts."""
         self.tokenizer = tokenizer
         self._no_tokenizer = no_tokenizer
         self._models = dict(models or {})
@@ -512,6 +516,25 @@ def build_pipeline(
         loader.no_tokenizer(source),
         calibration,
         models_used,
+        () if artefact is None else _costs_elsewhere(config, artefact),
+    )
+
+
+def _costs_elsewhere(config: PipelineConfig, artefact: Artefact) -> tuple[str, ...]:
+    """That a learned scheduler weighs by the costs of another machine, if it does.
+
+    Its schedules hold anywhere, and tokens never depend on them; only they may not be the best.
+    """
+    backend = config.backend.model_dump(mode="json")
+    here = environment(backend.pop("dtype"), backend.pop("device"), backend=backend)
+    costs = artefact.header.get("costs")
+    wrong = elsewhere(costs.get("environment") or {} if isinstance(costs, dict) else {}, here)
+    if wrong is None or not isinstance(config.scheduler, ValueConfig):
+        return ()
+    return (
+        f"scheduler {config.scheduler.artefact!r} weighs drafters by costs that were measured "
+        f"elsewhere ({wrong}); the tokens are the same, and schedules may be better with your own: "
+        "treegraft schedule calibrate and fit",
     )
 
 
@@ -543,7 +566,7 @@ def _value_scheduler(
 ) -> ValueScheduler:
     """ScheduleError unless the artefact was made for this pipeline; names what differs."""
     header, where = artefact.header, f"scheduler.artefact {settings.artefact!r}"
-    wrong = difference(header["signature"], signature(config, models))
+    wrong = difference(completed(header["signature"], config), signature(config, models))
     if wrong is not None:
         raise ScheduleError(f"{where} was made for another pipeline: {wrong}")
     features = StateFeatures(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from table_models import hashed_model
@@ -14,6 +16,7 @@ from treegraft.backends.cost import (
     CostModel,
     Curve,
     HostCosts,
+    clock_of,
     environment,
     load_costs,
     measure_curves,
@@ -43,6 +46,29 @@ def test_a_curve_is_linear_between_its_points():
 def test_no_forward_is_free(seconds, width, context):
     curve = Curve(tuple(range(1, len(seconds) + 1)), (1, 50), (tuple(seconds), tuple(seconds)))
     assert float(curve.at(width, context)) > 0
+
+
+def test_on_one_thread_of_a_cpu_what_others_took_is_no_cost():
+    """A machine that was busy while costs were measured gave the target three times its price."""
+    threads = torch.get_num_threads()
+    held_up = hashed_model(5, 1)
+    forward = held_up.forward
+
+    def interrupted(*arguments, **more):
+        time.sleep(0.05)
+        return forward(*arguments, **more)
+
+    held_up.forward = interrupted
+    try:
+        torch.set_num_threads(1)
+        clock = clock_of("cpu")
+        (row,) = measure_curves({"t": held_up}, {"t": (1, 4)}, (8,), 3, None, clock)["t"].seconds
+        assert 0 < max(row) < 0.05
+        torch.set_num_threads(2)
+        assert clock_of("cpu") is time.perf_counter
+    finally:
+        torch.set_num_threads(threads)
+    assert clock_of("cuda:0") is time.perf_counter
 
 
 def test_measured_curves_never_fall_and_fit_the_context_limit():

@@ -120,6 +120,22 @@ def test_a_pipeline_with_compiled_forwards_gives_the_same_tokens_and_makes_no_pr
     assert not plain.compiled
 
 
+def test_the_end_of_a_text_that_fills_its_cache_is_read_by_the_program_too(
+    small: HFLanguageModel,
+) -> None:
+    """Spans of a whole slab met a guard on strides: the last step of a text ran eagerly, slowly."""
+    made = CompiledModel(small, GraphPlan(compiler="aot_eager", n_nodes=5))
+    for n_rows in (32, 41, 160):
+        slab, own = made.new_cache(n_rows), small.new_cache(n_rows)
+        before = replace(made.forward_counts)
+        for first, end in ((0, n_rows - 6), (n_rows - 6, n_rows - 1), (n_rows - 1, n_rows)):
+            places = torch.arange(first, end)
+            visible = torch.arange(end)[None, :] <= places[:, None]
+            given = (places % VOCAB, places, places, visible)
+            assert torch.allclose(made.forward(slab, *given), small.forward(own, *given))
+        assert made.forward_counts.since(before) == ForwardCounts(compiled=3)
+
+
 # Padding
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from table_models import hashed_model, looping_model, mixed_model
 
 from treegraft.backends.artefact import read_artefact, write_artefact
-from treegraft.backends.cost import CostModel, Curve, HostCosts
+from treegraft.backends.cost import CostModel, Curve, HostCosts, environment
 from treegraft.config import parse_config
 from treegraft.core.errors import ScheduleError
 from treegraft.pipeline import build_pipeline
@@ -272,6 +273,56 @@ def test_a_scheduler_for_another_model_or_of_other_features_is_refused(fitted, t
     write_artefact(older, tmp_path / "s")
     with pytest.raises(ScheduleError, match="features of version 0"):
         build_pipeline(learned, models())
+
+
+def test_an_option_that_came_later_stales_no_scheduler_while_it_has_its_default(fitted, tmp_path):
+    """Else every new option of a drafter would have made all artefacts useless."""
+    made_for = copy.deepcopy(fitted.artefact.header["signature"])
+    del made_for["drafters"]["ngram"]["max_n"], made_for["builder"]["width"]
+    older = replace(fitted.artefact, header=fitted.artefact.header | {"signature": made_for})
+    write_artefact(older, tmp_path / "s")
+    value = {"kind": "value", "artefact": str(tmp_path / "s")}
+    wide = {"kind": "layered", "depth": 2, "width": 10, "budget": 6}  # the default
+    build_pipeline(config(scheduler=value, builder=wide), models())
+    with pytest.raises(ScheduleError, match=r"builder.width is 10 there and 2 here"):
+        build_pipeline(config(scheduler=value), models())
+    other = [{"kind": "ngram", "max_n": 5}, {"kind": "lm", "model": "small"}]
+    with pytest.raises(ScheduleError, match=r"ngram.max_n is 3 there and 5 here"):
+        build_pipeline(config(scheduler=value, builder=wide, drafters=other), models())
+    # What a part no longer has is a difference.
+    gone = copy.deepcopy(fitted.artefact.header["signature"])
+    gone["graft"]["mood"] = 1
+    write_artefact(
+        replace(fitted.artefact, header=fitted.artefact.header | {"signature": gone}),
+        tmp_path / "s",
+    )
+    with pytest.raises(ScheduleError, match=r"graft.mood is 1 there and None here"):
+        build_pipeline(config(scheduler=value), models())
+
+
+def test_a_pipeline_says_once_that_its_scheduler_knows_the_costs_of_another_machine(
+    fitted, tmp_path
+):
+    value = {"kind": "value", "artefact": str(tmp_path / "s")}
+    learned = config(scheduler=value)
+    backend = learned.backend.model_dump(mode="json")
+    here = environment(backend.pop("dtype"), backend.pop("device"), backend=backend)
+
+    def notices(**changes):
+        costs = replace(COSTS, environment=here | changes)
+        header = fitted.artefact.header | {"costs": costs.as_dict()}
+        write_artefact(replace(fitted.artefact, header=header), tmp_path / "s")
+        return build_pipeline(learned, models()).notices
+
+    assert notices() == ()
+    assert notices(torch="1.0") == ()
+    (said,) = notices(device_name="abacus", threads=96)
+    assert "device_name abacus there" in said
+    assert "threads 96 there" in said
+    assert "\n" not in said
+    (said,) = notices(backend={"compile": "on"})
+    assert "compile on there, off here" in said
+    assert build_pipeline(config(), models()).notices == ()
 
 
 def test_damaged_schedulers_are_named(fitted, tmp_path):

@@ -63,9 +63,9 @@ def write_artefact(artefact: Artefact, path: str | Path) -> None:
 
 
 def read_artefact(path: str | Path) -> Artefact:
-    """Read a folder; ScheduleError if it is none, or of another version."""
+    """Read a folder, or ``zoo:NAME``; ScheduleError if it is none, or of another version."""
     again = "make one with: treegraft schedule fit"
-    folder = Path(path).expanduser()
+    folder = _folder(str(path))
     try:
         header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -86,6 +86,14 @@ def read_artefact(path: str | Path) -> Artefact:
         reason = " ".join(str(error).split())
         raise ScheduleError(f"scheduler {str(path)!r} is damaged: {reason}; {again}") from None
     return Artefact(header, _checked(header, arrays, str(path)))
+
+
+def _folder(path: str) -> Path:
+    if path.startswith("zoo:"):
+        from treegraft.zoo.catalog import zoo_scheduler
+
+        return zoo_scheduler(path)
+    return Path(path).expanduser()
 
 
 def _checked(

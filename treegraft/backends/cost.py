@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ __all__ = [
     "CostModel",
     "Curve",
     "HostCosts",
+    "clock_of",
+    "elsewhere",
     "environment",
     "load_costs",
     "measure_curves",
@@ -172,6 +174,21 @@ def environment(dtype: str, device: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def elsewhere(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """In which things that decide costs two ``environment`` differ; None if in none.
+
+    Versions of libraries are left out: what they change is small.
+    """
+    pairs: list[tuple[str, Any, Any]] = [(k, there.get(k), here.get(k)) for k in _DECISIVE]
+    backends = there.get("backend") or {}, here.get("backend") or {}
+    pairs.append(("compile", *(backend.get("compile") for backend in backends)))
+    found = [f"{key} {a} there, {b} here" for key, a, b in pairs if a != b]
+    return "; ".join(found) if found else None
+
+
+_DECISIVE = ("device", "device_name", "dtype", "threads")
+
+
 def _processor() -> str:
     """The CPU's model name where the system says it."""
     try:
@@ -182,12 +199,23 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def clock_of(device: str) -> Callable[[], float]:
+    """The clock that costs are measured by, in seconds.
+
+    Wall time; with one thread on a CPU the time that the process worked, which is the same on an
+    idle machine, and on a busy one leaves out what others took in between.
+    """
+    alone = torch.device(device).type == "cpu" and torch.get_num_threads() == 1
+    return process_time if alone else perf_counter
+
+
 def measure_curves(
     models: Mapping[str, LanguageModel],
     widths: Mapping[str, Sequence[int]],
     contexts: Sequence[int],
     repeats: int = 7,
     on_round: Callable[[object], None] | None = None,
+    clock: Callable[[], float] = perf_counter,
 ) -> dict[str, Curve]:
     """Time forwards of every model over chains of every width after every context.
 
@@ -198,7 +226,7 @@ def measure_curves(
     Parameters
     ----------
     models, widths : by the names of the curves. repeats : rounds, after one that does not count.
-    on_round : called after each round, for progress.
+    on_round : called after each round, for progress. clock : in seconds, see ``clock_of``.
     """
     taken: dict[tuple[str, int, int], list[float]] = {}
     kept: dict[str, list[int]] = {name: [] for name in models}
@@ -220,7 +248,7 @@ def measure_curves(
         for number in range(repeats + 1):
             for name, length, cache in opened:
                 for width in widths[name]:
-                    seconds = _time(models[name], cache, length, width)
+                    seconds = _time(models[name], cache, length, width, clock)
                     if number:
                         taken.setdefault((name, length, width), []).append(seconds)
             if on_round is not None:
@@ -250,16 +278,18 @@ def _never_falling(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(total / n for total, n in blocks for _ in range(n))
 
 
-def _time(model: LanguageModel, cache: Any, length: int, width: int) -> float:
+def _time(
+    model: LanguageModel, cache: Any, length: int, width: int, clock: Callable[[], float]
+) -> float:
     """Seconds of one forward over a chain of ``width`` nodes, its logits read on the host."""
     tokens = torch.arange(width) % model.vocab_size
     places = torch.arange(length, length + width)
     visible = torch.arange(length + width)[None, :] <= places[:, None]
-    start = perf_counter()
+    start = clock()
     logits = model.forward(cache, tokens, places, places, visible)
     # Waits for a device that runs behind the host.
     float(logits[-1, 0])
-    return perf_counter() - start
+    return clock() - start
 
 
 def save_costs(costs: CostModel, path: str | Path) -> None:

@@ -43,6 +43,7 @@ _ROWS_STEP = 64  # S of a padded slab is a multiple
 # with a usual number of heads or a head size.
 _TRACED = ((592, 704), (80, 320))
 _QUERIES = {"one query": (1, 1), "several queries": (23, 7)}
+_SPARE = 16  # rows behind a slab that is not padded
 _ROUNDS = 9  # of timing, after two that are not counted
 
 
@@ -167,9 +168,13 @@ class CompiledModel(LanguageModel):
         self.compiled_as = str(self.graphs)
 
     def new_cache(self, n_rows: int, old: KVSlab | None = None) -> KVSlab:
-        """Open a KV slab; with buckets it has spare rows behind S for the padding's keys."""
+        """Open a KV slab; with buckets it has spare rows behind S for the padding's keys.
+
+        Without, a few: no span is then the whole slab, whose strides no program fits, and the end
+        of a text is read like the rest of it.
+        """
         if not self._buckets:
-            return self._inner.new_cache(n_rows, old)
+            return self._inner.new_cache(n_rows, old, n_spare=_SPARE)
         n_rows = -(-n_rows // _ROWS_STEP) * _ROWS_STEP
         return self._inner.new_cache(n_rows, old, n_spare=BUCKETS[-1])
 

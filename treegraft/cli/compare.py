@@ -53,7 +53,9 @@ def compare(
     wanted = read_prompts(prompts, limit)
     with loading("loading models") as on_compile:
         pipelines = bench.build_pipelines(named, on_compile=on_compile)
-    for line in dict.fromkeys(line for p in pipelines.values() for line in p.compiled):
+    for line in dict.fromkeys(
+        line for p in pipelines.values() for line in (*p.compiled, *p.notices)
+    ):
         note(line)
     for each in wanted:
         next(iter(pipelines.values())).encode(each.content)

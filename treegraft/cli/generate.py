@@ -136,7 +136,7 @@ def generate(
             file = stack.enter_context(line_file(trace, "--trace", (config, prompts)))
         with loading("loading models") as on_compile:
             pipeline = build_pipeline(resolved, on_compile=on_compile)
-        for line in pipeline.compiled:
+        for line in (*pipeline.compiled, *pipeline.notices):
             note(line)
         if chat:
             wanted = [_in_chat(p, pipeline) for p in wanted]

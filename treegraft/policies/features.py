@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treegraft.core.roles import DraftState
-from treegraft.policies.automaton import START, Match, SuffixAutomaton
 
 __all__ = ["FEATURES_VERSION", "LOOKBACK", "StateFeatures", "TextFeatures"]
 
@@ -28,6 +27,8 @@ LOOKBACK = 5
 _LONGEST = 16
 _JUDGED = 64
 """Tokens of a text that is new over which its hits are counted."""
+_MOST_PLACES = 256
+"""Latest places of a token from which contexts are followed."""
 _FLOOR = -20.0
 _TEXT = ("match", "match_share", "hit_fast", "hit_slow", "hit_run")
 
@@ -40,7 +41,8 @@ class TextFeatures:
     what was most frequent behind it. ``match`` is log(1 + length) of that occurrence now,
     ``match_share`` the share of its most frequent continuation, ``hit_fast`` and ``hit_slow``
     running means (over about 4 and 16 tokens) of whether the prediction was right, ``hit_run`` for
-    how many tokens in a row it was (of at most 16).
+    how many tokens in a row it was (of at most 16). Contexts are followed at the latest 256 places
+    of a token, so that a token costs no more in a long text.
     """
 
     def __init__(self) -> None:
@@ -53,52 +55,66 @@ class TextFeatures:
         if text is not self._text or len(text) < self._n_read:
             self._text = text
             self._n_read = 0
-            self._index = SuffixAutomaton(_LONGEST)
+            # Token -> where it stands; and how long a context ends there that the text ends on too.
+            self._places: dict[int, list[int]] = {}
+            self._runs: dict[int, int] = {}
+            self._predicted = (-1, 0, 0.0)
             self._fast = self._slow = self._run = 0.0
         if self._n_read < len(text):
             # Of a long prompt only the end is judged: what lies further back has no weight left.
-            first = len(text) - _JUDGED
+            judged = max(len(text) - _JUDGED, 0)
+            self._note_places(text, judged - _LONGEST)
             for token in text[self._n_read :]:
-                self._note(token, self._n_read > max(first, 0))
-            self._look_up()
+                self._note(token, self._n_read > judged)
+            token, length, share = self._predicted
+            self.values = (
+                math.log1p(length),
+                share,
+                self._fast,
+                self._slow,
+                self._run / _LONGEST,
+            )
         return self.values
+
+    def _note_places(self, text: Sequence[int], end: int) -> None:
+        """Read up to ``end`` without following contexts, which no later one reaches back to."""
+        places = self._places
+        for place in range(self._n_read, end):
+            places.setdefault(text[place], []).append(place)
+        if self._n_read < end:
+            self._runs = {}
+            self._n_read = end
 
     def _note(self, token: int, judge: bool) -> None:
         if judge:
-            match, predicted = self._predict()
-            hit = float(match.length > 0 and token == predicted)
+            hit = float(token == self._predicted[0])
             self._fast += (hit - self._fast) / 4
             self._slow += (hit - self._slow) / 16
             self._run = min(self._run + 1, _LONGEST) if hit else 0.0
+        before = self._runs
+        places = self._places.setdefault(token, [])
+        self._runs = {p: before.get(p - 1, 0) + 1 for p in places[-_MOST_PLACES:]}
+        places.append(self._n_read)
         self._n_read += 1
-        self._index.append(token)
+        self._predicted = self._predict()
 
-    def _predict(self) -> tuple[Match, int]:
-        """The longest context that was followed by something, and what most often; length 0: none.
-
-        What stands only at the end has no continuation; shorter contexts do.
+    def _predict(self) -> tuple[int, int, float]:
+        """The most frequent continuation (the latest one on ties), and of how long a context; its
+        share among all continuations of that context. (-1, 0, 0.0) if there is none.
         """
-        index = self._index
-        match: Match | None = index.match
-        while match is not None and match.length:
-            after = index.continuations(match.state, 1)
-            if after:
-                return match, after[0]
-            match = index.wider(match)
-        return Match(START, 0), -1
-
-    def _look_up(self) -> None:
-        match, predicted = self._predict()
-        share = 0.0
-        if match.length:
-            share = math.exp(self._index.path(match, predicted, 1)[1][0])
-        self.values = (
-            math.log1p(match.length),
-            share,
-            self._fast,
-            self._slow,
-            self._run / _LONGEST,
-        )
+        runs, text = self._runs, self._text
+        assert text is not None
+        if not runs:
+            return -1, 0, 0.0
+        longest = min(max(runs.values()), _LONGEST)
+        after = [text[place + 1] for place, length in runs.items() if length >= longest]
+        if len(after) == 1:
+            return after[0], longest, 1.0
+        counts: dict[int, int] = {}
+        for token in reversed(after):
+            counts[token] = counts.get(token, 0) + 1
+        best = max(counts, key=counts.__getitem__)
+        return best, longest, counts[best] / len(after)
 
 
 @final
@@ -178,36 +194,41 @@ class StateFeatures:
 
     def of_tree(self, state: DraftState, n_before: int) -> tuple[float, ...]:
         """The features from ``depth`` to ``expected``."""
-        # Some dozen numbers: plain Python on lists is quicker than numpy's calls.
+        # Some dozen numbers: plain Python on lists is quicker than numpy's calls, which right after
+        # a forward take several microseconds each.
         depth = self._shape[1]
-        tree, front = state.tree, state.frontier.numpy()
-        level, logprob = tree.depth.numpy(), tree.logprob.numpy()
-        frontier, at, scores = front.tolist(), level[front].tolist(), logprob[front].tolist()
+        tree = state.tree
+        scores = tree.logprob.numpy()
+        level, logprob = tree.depth.numpy().tolist(), scores.tolist()
+        above, alive = tree.parent.numpy().tolist(), tree.alive.numpy().tolist()
+        frontier = state.frontier.numpy().tolist()
         n_frontier = len(frontier)
-        mean_depth = sum(at) / n_frontier
-        chosen = tree.best(self._width, min(at) - LOOKBACK, max(at)).numpy()
-        best, best_at = chosen.tolist(), level[chosen].tolist()
+        at = [level[node] for node in frontier]
+        mean_depth, lowest, highest = sum(at) / n_frontier, min(at) - LOOKBACK, max(at)
+        order = np.argsort(-scores, kind="stable").tolist()
+        if not all(alive):
+            # Nodes that a graft has taken out are not verified, and hang under nobody.
+            order = [node for node in order if alive[node]]
+            above = [parent if alive[node] else -1 for node, parent in enumerate(above)]
+        best = [node for node in order if lowest <= level[node] <= highest][: self._width]
         n_best = max(len(best), 1)
-        # Nodes that a graft has taken out are not verified.
-        chance = np.exp(logprob[1:][tree.alive.numpy()[1:]])
-        if chance.shape[0] > self._budget:
-            chance = np.partition(chance, chance.shape[0] - self._budget)[-self._budget :]
-        inside = set(frontier)
+        inside, inner = set(frontier), set(above[1:])
         n_old = sum(node < n_before for node in best) if state.layer > 1 else n_best
-        top = sum(max(score, _FLOOR) for score in logprob[chosen].tolist())
+        of_frontier = [logprob[node] for node in frontier]
         return (
             mean_depth / depth,
-            int(np.count_nonzero(tree.leaf.numpy()[front])) / n_frontier,
-            max(mean_depth - sum(best_at) / n_best, 0.0) / depth,
+            sum(node not in inner and alive[node] for node in frontier) / n_frontier,
+            max(mean_depth - sum(level[node] for node in best) / n_best, 0.0) / depth,
             n_old / n_best,
             sum(node in inside for node in best) / n_best,
-            top / n_best,
-            max(*scores, _FLOOR),
-            sum(map(math.exp, scores)),
-            scores.count(-math.inf) / n_frontier,
+            sum(max(logprob[node], _FLOOR) for node in best) / n_best,
+            max(*of_frontier, _FLOOR),
+            sum(map(math.exp, of_frontier)),
+            of_frontier.count(-math.inf) / n_frontier,
             math.log1p(n_frontier),
             math.log(tree.n_nodes),
-            float(chance.sum()),
+            # The root, which is sure, comes first.
+            sum(math.exp(logprob[node]) for node in order[1 : self._budget + 1]),
         )
 
 

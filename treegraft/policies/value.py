@@ -30,7 +30,7 @@ class ValueConfig(BaseModel):
     artefact: str = Field(
         min_length=1,
         description="Folder that treegraft schedule fit has written for these drafters and this "
-        "tree.",
+        "tree, or zoo:scheduler, which ships.",
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any, final
 
 import numpy as np
@@ -23,6 +22,7 @@ from treegraft.backends.cost import (
     CostModel,
     Curve,
     HostCosts,
+    clock_of,
     environment,
     measure_curves,
 )
@@ -30,7 +30,6 @@ from treegraft.backends.identity import model_identity
 from treegraft.core.language_model import LanguageModel
 from treegraft.core.roles import DraftState, Scheduler
 from treegraft.core.stats import StepRecord
-from treegraft.core.stopwatch import FORWARD
 from treegraft.pipeline import Pipeline
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.prompts import Prompt
@@ -103,7 +102,9 @@ _Noted = list[tuple[int, int, float]]
 
 
 @contextmanager
-def _metered(models: Mapping[str, LanguageModel]) -> Iterator[dict[str, _Noted]]:
+def _metered(
+    models: Mapping[str, LanguageModel], clock: Callable[[], float]
+) -> Iterator[dict[str, _Noted]]:
     """Inside, forwards of the models are noted by name: width, context and seconds of each.
 
     The models themselves are watched, not stand-ins for them, so that compiled ones stay compiled.
@@ -120,10 +121,10 @@ def _metered(models: Mapping[str, LanguageModel]) -> Iterator[dict[str, _Noted]]
             *rest: Any,
             **more: Any,
         ) -> Any:
-            start = perf_counter()
+            start = clock()
             logits = forward(cache, tokens, rows, positions, visible, *rest, **more)
             width = int(tokens.shape[0])
-            mine.append((width, int(visible.shape[1]) - width, perf_counter() - start))
+            mine.append((width, int(visible.shape[1]) - width, clock() - start))
             return logits
 
         return run
@@ -170,8 +171,9 @@ def calibrate(
         for name in models
     }
     widths = {name: [w for w in _WIDTHS if w < limit] + [limit] for name, limit in most.items()}
-    curves = measure_curves(models, widths, CONTEXTS, repeats, on_part)
-    steps = _decode(pipeline, prompts, tokens, seed, on_part)
+    clock = clock_of(pipeline.config.backend.device)
+    curves = measure_curves(models, widths, CONTEXTS, repeats, on_part, clock)
+    steps = _decode(pipeline, prompts, tokens, seed, clock, on_part)
     fitted, held = steps[::2], steps[1::2]
     curves = {
         name: replace(curve, scale=_scale(curve, name, fitted)) for name, curve in curves.items()
@@ -193,6 +195,7 @@ def _decode(
     prompts: Sequence[Prompt],
     tokens: int,
     seed: int,
+    clock: Callable[[], float],
     on_part: Callable[[object], None] | None,
 ) -> list[_Step]:
     """Decode with drawn schedules and metered models; the first step of a text does not count."""
@@ -206,33 +209,32 @@ def _decode(
     for prompt in prompts:
         encoded = pipeline.encode(prompt.content)
         number = 0
-        for record, by_model in _noting(drawn, encoded, tokens):
+        for record, seconds, by_model in _noting(drawn, encoded, tokens, clock):
             forwards = _assigned({name: by_model[source] for name, source in by_curve.items()})
             number += 1
             if number == 1:
                 continue
-            stages = record.seconds
-            inside = sum(
-                seconds
-                for stage, seconds in stages.items()
-                if stage in (TARGET, "scheduler") or stage.startswith(FORWARD)
-            )
+            # Drawing takes no time to speak of; a scheduler that decides is timed by itself.
+            rest = seconds - sum(each for *_, each in forwards)
             row = _row(record.n_tree, sum(record.drafted), record.calls, len(config.drafters))
-            steps.append(_Step(forwards, sum(stages.values()) - inside, row))
+            steps.append(_Step(forwards, rest, row))
         if on_part is not None:
             on_part(prompt)
     return steps
 
 
 def _noting(
-    pipeline: Pipeline, prompt: Sequence[int], tokens: int
-) -> Iterator[tuple[StepRecord, dict[str, _Noted]]]:
-    """The record of each step and the forwards in it."""
-    with _metered(pipeline.models) as noted:
+    pipeline: Pipeline, prompt: Sequence[int], tokens: int, clock: Callable[[], float]
+) -> Iterator[tuple[StepRecord, float, dict[str, _Noted]]]:
+    """The record of each step, its seconds, and the forwards in it."""
+    with _metered(pipeline.models, clock) as noted:
+        began = clock()
         for chunk in pipeline.stream(prompt, max_new_tokens=tokens, min_new_tokens=0):
-            yield chunk.step, {name: list(forwards) for name, forwards in noted.items()}
+            seconds = clock() - began
+            yield chunk.step, seconds, {name: list(forwards) for name, forwards in noted.items()}
             for forwards in noted.values():
                 forwards.clear()
+            began = clock()
 
 
 def _assigned(noted: Mapping[str, _Noted]) -> list[tuple[str, int, int, float]]:

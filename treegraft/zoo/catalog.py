@@ -13,6 +13,7 @@ PREFIX = "zoo:"
 _HERE = Path(__file__).parent
 # Dear to cheap.
 _NAMES = ("target", "medium", "small")
+_SCHEDULERS = ("scheduler",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,15 @@ def zoo_path(name: str) -> Path:
             "install a wheel that brings them, or make them with recipes/zoo"
         )
     return folder
+
+
+def zoo_scheduler(name: str) -> Path:
+    """Folder of a shipped scheduler's artefact; the prefix ``zoo:`` is optional."""
+    member = name.removeprefix(PREFIX)
+    if member not in _SCHEDULERS:
+        known = ", ".join(PREFIX + known for known in _SCHEDULERS)
+        raise ConfigError(f"scheduler.artefact must be a folder or {known}, found {name!r}")
+    return _HERE / member
 
 
 def zoo_kinds() -> tuple[str, ...]:
