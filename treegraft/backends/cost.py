@@ -180,8 +180,8 @@ def elsewhere(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     Versions of libraries are left out: what they change is small.
     """
     pairs: list[tuple[str, Any, Any]] = [(k, there.get(k), here.get(k)) for k in _DECISIVE]
-    backends = there.get("backend") or {}, here.get("backend") or {}
-    pairs.append(("compile", *(backend.get("compile") for backend in backends)))
+    compiled = [(side.get("backend") or {}).get("compile") for side in (there, here)]
+    pairs.append(("compile", compiled[0], compiled[1]))
     found = [f"{key} {a} there, {b} here" for key, a, b in pairs if a != b]
     return "; ".join(found) if found else None
 
