@@ -130,7 +130,7 @@ def equality(plan: Plan) -> None:
         with plan.section("equality", f"zoo, {dtype}") as goes:
             if not goes:
                 continue
-            data = shipped_config().model_dump()
+            data = shipped_config(other_models=True).model_dump()
             data["backend"] |= {"device": plan.device, "dtype": dtype, "compile": "off"}
             found = check_lossless(parse_config(data), n_tokens=plan.check_tokens)
             counts = ", ".join(f"{found.count(v)} {v}" for v in ("equal", "tie", "fault"))

@@ -12,7 +12,7 @@ import pytest
 from treegraft import ConfigError, PromptError, TreegraftError
 from treegraft.bench.lineup import Arm, line_up
 from treegraft.bench.peers import PeerSettings, compare_peers
-from treegraft.bench.shipped import our_configs, shipped_config
+from treegraft.bench.shipped import our_configs, shipped_config, shipped_endpoints
 from treegraft.prompts import Prompt
 
 FAKE = Path(__file__).with_name("fake_worker.py")
@@ -221,9 +221,9 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts():
 
 
 def test_ours_and_the_endpoints_come_from_the_shipped_files():
-    configs = our_configs(shipped_config(0.8), shipped_config(), None, None)
+    configs = our_configs(shipped_config(0.8), shipped_endpoints(), None, None)
     assert list(configs) == ["plain", "never", "always", "ours"]
-    endpoints, ours = ("ngram", "recycle", "small"), ("recycle", "small")
+    endpoints, ours = ("ngram", "small"), ("recycle", "small")
     assert [c.drafter_names for c in configs.values()] == [(), endpoints, endpoints, ours]
     assert configs["never"].scheduler.kind == "never"
     assert configs["ours"].verifier.kind == "ledger"
@@ -231,15 +231,17 @@ def test_ours_and_the_endpoints_come_from_the_shipped_files():
 
 
 def test_another_drafter_takes_the_place_and_name_of_the_dearest_model():
-    configs = our_configs(shipped_config(), shipped_config(), "zoo:medium", "zoo:small")
+    configs = our_configs(shipped_config(0.0, True), shipped_endpoints(), "zoo:medium", "zoo:small")
     assert {config.target.model for config in configs.values()} == {"zoo:medium"}
-    other = our_configs(shipped_config(), shipped_config(), None, "zoo:medium")["ours"]
-    assert other.drafter_names == ("ngram", "recycle", "small")
-    assert other.drafters[2].model == "zoo:medium"
+    other = our_configs(shipped_config(0.0, True), shipped_endpoints(), None, "zoo:medium")["ours"]
+    assert other.drafter_names == ("recycle", "small")
+    assert other.drafters[1].model == "zoo:medium"
+    # The learned schedule holds for the models that it was fitted on.
+    assert (shipped_config().scheduler.kind, other.scheduler.kind) == ("value", "fixed")
 
 
 def test_every_arm_of_the_line_up_has_its_own_name():
-    arms = line_up(our_configs(shipped_config(), shipped_config(), None, None))
+    arms = line_up(our_configs(shipped_config(), shipped_endpoints(), None, None))
     names = [arm.name for arm in arms]
     assert len(set(names)) == len(names)
     assert names[:4] == ["plain", "never", "always", "ours"]

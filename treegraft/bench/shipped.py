@@ -8,16 +8,33 @@ from typing import Any
 from treegraft.config import PipelineConfig, load_config, parse_config
 from treegraft.core.errors import ConfigError
 
-__all__ = ["our_configs", "shipped_config"]
+__all__ = ["our_configs", "shipped_config", "shipped_endpoints"]
 
 _FOLDER = Path(__file__).parent / "shipped"
 # What plain decoding has at its default: nobody drafts, and the built-in walk verifies.
 _DRAFTING = ("drafters", "ride_along", "builder", "graft", "scheduler", "verifier")
 
 
-def shipped_config(temperature: float = 0.0) -> PipelineConfig:
-    """The best known configuration for the zoo on a CPU: greedy, or for sampled texts."""
-    return load_config(_FOLDER / ("greedy.yaml" if temperature == 0.0 else "sampled.yaml"))
+# What comes nearest to the learned schedule and knows nothing of the models.
+_SCHEDULE = ("small", "small", "recycle", "recycle")
+
+
+def shipped_config(temperature: float = 0.0, other_models: bool = False) -> PipelineConfig:
+    """The best known configuration for the zoo on a CPU: greedy, or for sampled texts.
+
+    With ``other_models`` the models or their type are going to be replaced, which the scheduler
+    that was fitted on the zoo's would refuse: a fixed schedule takes its place.
+    """
+    config = load_config(_FOLDER / ("greedy.yaml" if temperature == 0.0 else "sampled.yaml"))
+    if not other_models or config.scheduler.kind != "value":
+        return config
+    scheduler = {"kind": "fixed", "calls": _SCHEDULE}
+    return parse_config(config.model_dump() | {"scheduler": scheduler})
+
+
+def shipped_endpoints() -> PipelineConfig:
+    """The paper's drafters on the same tree, for ``never`` and ``always``."""
+    return load_config(_FOLDER / "endpoints.yaml")
 
 
 def our_configs(

@@ -117,14 +117,15 @@ def peers(
     from treegraft.bench.checkpoint import read_checkpoint
     from treegraft.bench.lineup import line_up
     from treegraft.bench.peers import PeerSettings, compare_peers
-    from treegraft.bench.shipped import our_configs, shipped_config
+    from treegraft.bench.shipped import our_configs, shipped_config, shipped_endpoints
     from treegraft.config import load_config, parse_config
 
     check_limit(limit, prompts)
     commands = _commands(peer_python or [])
     given = None if config is None else load_config(config)
     if given is None:
-        ours, endpoints = shipped_config(temperature or 0.0), shipped_config()
+        other_models = any(given is not None for given in (target, drafter, dtype))
+        ours, endpoints = shipped_config(temperature or 0.0, other_models), shipped_endpoints()
     else:
         ours = endpoints = given
     n_tokens = max_new_tokens or (_QUICK_TOKENS if quick else _TOKENS)
