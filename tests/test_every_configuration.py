@@ -200,7 +200,9 @@ def check_calls(case: Case, result: Generation) -> None:
         for name, limit in zip(names, limits, strict=True)
     ]
     assert len(set(result.notices)) == len(result.notices)
-    assert set(result.notices) <= {told[i] for i, limit in enumerate(limits) if limit is not None}
+    # When drafting pauses depends on the clock.
+    said = {n for n in result.notices if not n.startswith("drafting did not pay after ")}
+    assert said <= {told[i] for i, limit in enumerate(limits) if limit is not None}
     assert {told[i] for i in passed} <= set(result.notices)
 
 
@@ -274,7 +276,8 @@ def test_both_trees_grow_the_same(case: Case) -> None:
     """Not only the tokens: every step drafts, keeps and accepts the same nodes."""
     assume(not case.refused)
     tensor, reference = (
-        pipeline(case, backend={"kind": kind}).generate(case.prompt)
+        # A fallback would go by the clock.
+        pipeline(case, backend={"kind": kind}, fallback="off").generate(case.prompt)
         for kind in ("tensor", "reference")
     )
     assert tensor.tokens == reference.tokens
