@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_models import TableModel, hashed_model, looping_model, mixed_model
@@ -14,9 +15,10 @@ from treegraft.backends.reference import plain_tokens
 from treegraft.composition import component_graph
 from treegraft.config import parse_config
 from treegraft.core.errors import ConfigError, PolicyError
-from treegraft.core.roles import Drafter, GraftPolicy, Touched, TreeBackend
+from treegraft.core.roles import Drafter, GraftPolicy, Touched, TreeBackend, TreeBuilder
 from treegraft.core.sampling import Sampling
 from treegraft.core.stats import Generation
+from treegraft.core.tree import TokenTree
 from treegraft.pipeline import Pipeline, build_pipeline
 
 V = 8
@@ -510,4 +512,32 @@ def test_a_layer_after_a_model_that_replaced_the_tree_with_nothing_drafts_from_t
     )
     first = next(made.stream(PROMPT))
     assert [layer.frontier.tolist() for layer in first.layers] == [[0], [1], [0]]
+    assert made.generate(PROMPT, max_new_tokens=20).tokens == plain(20)
+
+
+class Everything(TreeBuilder):
+    """Hands on every node that there ever was, also those that a graft took out."""
+
+    depth, width, budget = 3, 3, 12
+
+    def prune(self, tree: TreeBackend) -> TokenTree:
+        return tree.prune(self.budget)
+
+    def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> Any:
+        return torch.arange(tree.n_nodes)
+
+
+def test_a_builder_that_hands_on_what_was_taken_out_is_not_followed_there() -> None:
+    own = "adversarial_drafters:"
+    made = pipeline(
+        drafters=[
+            {"kind": own + "Scripted", "name": "sure", "params": {"paths": [[7, 7]]}},
+            {"kind": own + "ScriptedScorer", "name": "mute", "params": {"paths": [], "score": -1}},
+        ],
+        graft={"kind": "replace"},
+        builder={"kind": "test_graft_pipelines:Everything"},
+        scheduler=fixed("sure", "mute", "sure"),
+    )
+    first = next(made.stream(PROMPT))
+    assert first.layers[-1].frontier.tolist() == [0]
     assert made.generate(PROMPT, max_new_tokens=20).tokens == plain(20)

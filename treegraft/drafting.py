@@ -189,10 +189,10 @@ class Drafting:
         parts = self.parts
         with named("builder", parts.builder, "frontier"):
             reached = parts.builder.frontier(self.tree, touched, layer)
-        if reached is None:
-            return 0, frontier.new_empty(0)
-        # A layer that found nothing leaves the frontier to the next drafter.
-        return reached.shape[0], reached if reached.shape[0] else self._living(frontier)
+            if reached is None:
+                return 0, frontier.new_empty(0)
+            # A layer that found nothing leaves the frontier to the next drafter.
+            return reached.shape[0], self._living(reached if reached.shape[0] else frontier)
 
     def _living(self, frontier: Tensor) -> Tensor:
         """``frontier`` without the nodes that a graft has taken out; the root if none is left."""
