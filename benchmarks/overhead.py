@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [CONFIG ...] [--contexts 500,8000] [--json]
 
-Every forward that a step asked of a model is repeated right after the step with arguments that
-are ready: the bare model of transformers on as many tokens, with the same span and such a cache.
+Every forward that a step asked of a model is repeated right after the step, bare: with arguments
+that are ready, as treegraft/bench/bare.py has it.
 What the step took beyond the sum of these is its overhead: trees, masks, look-ups, log-softmax,
 walk, statistics. All configs and contexts take turns step by step, so that a busy machine slows all
 alike, and with one thread the time is that of the thread on its core. The share is
@@ -29,12 +29,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from treegraft.backends.graphs import CompiledModel, GraphPlan
-from treegraft.backends.hf import HFLanguageModel, load_tokenizer
-from treegraft.backends.sources import resolve
+from treegraft.backends.hf import HFLanguageModel, load_model, load_tokenizer
+from treegraft.bench.bare import BareForwards, ForwardLog
 from treegraft.bench.demo import demo_prompts
 from treegraft.config import PipelineConfig, load_config
 from treegraft.core.language_model import LanguageModel
@@ -46,72 +44,6 @@ DEFAULTS = [EXAMPLES / f"{name}.yaml" for name in ("plain", "never", "always", "
 N_WARM = 4  # steps of each text that are not counted: first calls, and the prompt's prefill
 
 
-class Recorded(LanguageModel):
-    """A model that notes the forwards it is asked for, as (n, K, last_only)."""
-
-    def __init__(
-        self,
-        model: HFLanguageModel,
-        clock: Callable[[], float],
-        compiled: CompiledModel | None = None,
-    ) -> None:
-        self.inner, self.clock = compiled or model, clock
-        self.report, self._run = model.report, None if compiled is None else compiled.run
-        self.model = model.model  # the loader looks for the EOS ids here
-        self.name, self.vocab_size = model.name, model.vocab_size
-        self.max_positions, self.device = model.max_positions, model.device
-        self.asked: list[tuple[int, int, bool]] = []
-        self._bare: dict[tuple[int, int, bool], dict[str, Any]] = {}
-        self._scratch: Any = None
-
-    def new_cache(self, n_rows: int, old: Any = None) -> Any:
-        return self.inner.new_cache(n_rows, old)
-
-    def forward(
-        self,
-        cache: Any,
-        tokens: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        last_only: bool = False,
-    ) -> Tensor:
-        self.asked.append((tokens.shape[0], visible.shape[1], last_only))
-        return self.inner.forward(cache, tokens, rows, positions, visible, last_only)
-
-    def move_(self, cache: Any, source: Tensor, target: Tensor) -> None:
-        self.inner.move_(cache, source, target)
-
-    def bare_seconds(self) -> float:
-        """Run the noted forwards again without anything around them; forget them."""
-        asked, self.asked = self.asked, []
-        taken = 0.0
-        for n, span, last_only in asked:
-            if self._scratch is None or self._scratch.n_rows < span:
-                self._scratch = self.inner.new_cache(2 * span)
-            cache = self._scratch
-            rows = torch.arange(span - n, span)
-            reach = cache.aim_(rows, rows, span)
-            arguments: dict[str, Any] = {
-                "input_ids": rows[None] % self.vocab_size,
-                "position_ids": rows[None],
-                "attention_mask": torch.zeros(1, 1, n, reach, dtype=self.report.dtype),
-                self.report.cache_keyword: cache,
-                "use_cache": True,
-                "return_dict": True,
-            }
-            if last_only:
-                arguments["logits_to_keep"] = 1
-            with torch.no_grad():
-                started = self.clock()
-                if self._run is None or last_only:
-                    self.model(**arguments)
-                else:
-                    self._run(arguments)
-                taken += self.clock() - started
-        return taken
-
-
 @dataclass
 class Arm:
     """One config on texts of one length, and what its steps took."""
@@ -119,7 +51,7 @@ class Arm:
     name: str
     context: int
     pipeline: Pipeline
-    models: list[Recorded]
+    models: dict[str, LanguageModel]
     texts: Iterator[list[int]]
     new_tokens: int
     clock: Callable[[], float]
@@ -128,7 +60,11 @@ class Arm:
     stages: dict[str, float] = field(default_factory=dict)
     n_new: int = 0
     _running: Iterator[Any] | None = None
+    _bare: BareForwards = field(init=False)
     _n_run: int = 0
+
+    def __post_init__(self) -> None:
+        self._bare = BareForwards(self.models, self.clock)
 
     def turn(self) -> None:
         """One step, and its forwards again; a new text where the last one ended."""
@@ -136,10 +72,11 @@ class Arm:
             options = {"max_new_tokens": self.new_tokens, "eos": ()}
             self._running = self.pipeline.stream(next(self.texts), **options)
             self._n_run = 0
-        started = self.clock()
-        chunk = next(self._running)
-        taken = self.clock() - started
-        bare = sum(model.bare_seconds() for model in self.models)
+        with ForwardLog(self.models) as log:
+            started = self.clock()
+            chunk = next(self._running)
+            taken = self.clock() - started
+        bare = sum(self._bare.seconds(forward) for forward in log.take())
         if chunk.generation is not None:
             self._running = None
         self._n_run += 1
@@ -182,18 +119,17 @@ def texts(context: int, seed: int) -> Iterator[list[int]]:
         yield text[-context:]
 
 
-def load(
-    source: str, n_positions: int, clock: Callable[[], float], plan: GraphPlan | None
-) -> Recorded:
+def load(source: str, n_positions: int, plan: GraphPlan | None) -> LanguageModel:
     """A model that takes at least ``n_positions``, whatever its config says."""
-    model = AutoModelForCausalLM.from_pretrained(resolve(source), dtype=torch.float32).eval()
+    model = load_model(source, dtype="float32", device="cpu").model
     limit = max(n_positions, model.config.max_position_embeddings)
     model.config.max_position_embeddings = limit
     plain = HFLanguageModel(model, name=source)
-    compiled = None if plan is None else CompiledModel(plain, plan)
-    if compiled is not None:
-        print(compiled.graphs, file=sys.stderr)
-    return Recorded(plain, clock, compiled)
+    if plan is None:
+        return plain
+    compiled = CompiledModel(plain, plan)
+    print(compiled.graphs, file=sys.stderr)
+    return compiled
 
 
 def main(
@@ -215,7 +151,7 @@ def main(
     mode, _, compiler = compile_.partition(":")
     made: dict[str, Any] = {"mode": mode, "compiler": compiler or "inductor"}
     plan = None if mode == "off" else GraphPlan(**made)
-    models: dict[str, Recorded] = {}
+    models: dict[str, LanguageModel] = {}
     arms: list[Arm] = []
     for path in configs or DEFAULTS:
         config: PipelineConfig = load_config(path)
@@ -224,15 +160,11 @@ def main(
         lms = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
         for source in (config.target.model, *lms):
             if source not in models:
-                models[source] = load(source, max(sizes) + new_tokens + 2048, clock, plan)
+                models[source] = load(source, max(sizes) + new_tokens + 2048, plan)
         for size in sizes:
-            given: dict[str, LanguageModel] = dict(models)
-            pipeline = build_pipeline(config, models=given)
-            used = [models[source] for source in dict.fromkeys((config.target.model, *lms))]
+            pipeline = build_pipeline(config, models=models)
+            used = {source: models[source] for source in (config.target.model, *lms)}
             arms.append(Arm(path.stem, size, pipeline, used, texts(size, 0), new_tokens, clock))
-    for arm in arms:
-        for model in arm.models:
-            model.asked.clear()
     while any(len(arm.steps) < steps for arm in arms):
         for arm in arms:
             if len(arm.steps) < steps:

@@ -196,8 +196,10 @@ class Drafting:
 
     def _living(self, frontier: Tensor) -> Tensor:
         """``frontier`` without the nodes that a graft has taken out; the root if none is left."""
-        living = frontier[self.tree.alive[frontier]]
-        return living if living.shape[0] or not frontier.shape[0] else torch.tensor([ROOT])
+        living = self.tree.alive.numpy()[frontier.numpy()]
+        if living.all():
+            return frontier
+        return frontier[torch.from_numpy(living)] if living.any() else torch.tensor([ROOT])
 
     def _choose(
         self, layer: int, calls: Sequence[int], frontier: Tensor, reached: Sequence[int]

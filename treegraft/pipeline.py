@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from operator import index
 from typing import Any
 
@@ -15,8 +14,7 @@ import networkx as nx
 import torch
 from torch import Tensor
 
-from treegraft.backends.artefact import Artefact, read_artefact
-from treegraft.backends.cost import elsewhere, environment
+from treegraft.backends.artefact import read_artefact
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.components import build_component
@@ -26,7 +24,6 @@ from treegraft.core.draft_head import DraftHead
 from treegraft.core.errors import (
     ConfigError,
     PromptError,
-    ScheduleError,
     TreegraftError,
     UnsupportedModelError,
 )
@@ -43,19 +40,13 @@ from treegraft.drafting import Layer
 from treegraft.fallback import Fallback
 from treegraft.loading import Loader
 from treegraft.parts import Parts
-from treegraft.policies.calibration import CalibratedTree, Calibration
+from treegraft.policies.calibrated_tree import CalibratedTree
+from treegraft.policies.calibration import Calibration
 from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
-from treegraft.policies.features import FEATURES_VERSION, StateFeatures
-from treegraft.policies.schedulers import (
-    CostAwareConfig,
-    CostAwareScheduler,
-    FixedConfig,
-    FixedScheduler,
-)
-from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
-from treegraft.signature import completed, difference, signature
+from treegraft.policies.value import ValueConfig
+from treegraft.scheduler import build_scheduler, costs_elsewhere
 from treegraft.text import StopStrings, TextStream
 
 
@@ -492,7 +483,7 @@ def build_pipeline(
         made = tree_class(target.vocab_size)
         return made if calibration is None else CalibratedTree(made, calibration.for_text())
 
-    scheduler = _scheduler(config, custom["builder"], artefact, models_used)
+    scheduler = build_scheduler(config, custom["builder"], artefact, models_used)
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
@@ -516,72 +507,5 @@ def build_pipeline(
         loader.no_tokenizer(source),
         calibration,
         models_used,
-        () if artefact is None else _costs_elsewhere(config, artefact),
+        () if artefact is None else costs_elsewhere(config, artefact),
     )
-
-
-def _costs_elsewhere(config: PipelineConfig, artefact: Artefact) -> tuple[str, ...]:
-    """That a learned scheduler weighs by the costs of another machine, if it does.
-
-    Its schedules hold anywhere, and tokens never depend on them; only they may not be the best.
-    """
-    backend = config.backend.model_dump(mode="json")
-    here = environment(backend.pop("dtype"), backend.pop("device"), backend=backend)
-    costs = artefact.header.get("costs")
-    wrong = elsewhere(costs.get("environment") or {} if isinstance(costs, dict) else {}, here)
-    if wrong is None or not isinstance(config.scheduler, ValueConfig):
-        return ()
-    return (
-        f"scheduler {config.scheduler.artefact!r} weighs drafters by costs that were measured "
-        f"elsewhere ({wrong}); the tokens are the same, and schedules may be better with your own: "
-        "treegraft schedule calibrate and fit",
-    )
-
-
-def _scheduler(
-    config: PipelineConfig,
-    builder: TreeBuilder,
-    artefact: Artefact | None,
-    models: Mapping[str, LanguageModel],
-) -> Scheduler:
-    settings = config.scheduler
-    if isinstance(settings, FixedConfig):
-        # Names become numbers here, where the drafters are known.
-        return FixedScheduler(config.fixed_calls)
-    if isinstance(settings, CostAwareConfig):
-        return CostAwareScheduler(settings, config.drafter_names, builder.budget)
-    if isinstance(settings, ValueConfig):
-        assert artefact is not None
-        return _value_scheduler(config, settings, builder, artefact, models)
-    scheduler: Scheduler = build_component("scheduler", settings)
-    return scheduler
-
-
-def _value_scheduler(
-    config: PipelineConfig,
-    settings: ValueConfig,
-    builder: TreeBuilder,
-    artefact: Artefact,
-    models: Mapping[str, LanguageModel],
-) -> ValueScheduler:
-    """ScheduleError unless the artefact was made for this pipeline; names what differs."""
-    header, where = artefact.header, f"scheduler.artefact {settings.artefact!r}"
-    wrong = difference(completed(header["signature"], config), signature(config, models))
-    if wrong is not None:
-        raise ScheduleError(f"{where} was made for another pipeline: {wrong}")
-    features = StateFeatures(
-        len(config.drafters), max(builder.depth, 1), builder.width, builder.budget
-    )
-    if header.get("features_version") != FEATURES_VERSION:
-        raise ScheduleError(
-            f"{where} was fitted on features of version {header.get('features_version')!r}, this "
-            f"treegraft has {FEATURES_VERSION}; collect and fit again"
-        )
-    if header["features"] != list(features.names):
-        pairs = zip_longest(header["features"], features.names)
-        there, here = next((a, b) for a, b in pairs if a != b)
-        raise ScheduleError(
-            f"{where} was fitted on other features: {there!r} there and {here!r} here; collect and "
-            "fit again"
-        )
-    return ValueScheduler(settings, ValueNetwork(**artefact.arrays), features)

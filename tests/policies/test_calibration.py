@@ -19,10 +19,10 @@ from treegraft.core.sampling import Sampling
 from treegraft.core.stats import Generation
 from treegraft.core.tree import ROOT, Proposals
 from treegraft.pipeline import Pipeline, build_pipeline
+from treegraft.policies.calibrated_tree import CalibratedTree
 from treegraft.policies.calibration import (
     KNOTS,
     UNSCORED_PRIOR,
-    CalibratedTree,
     Calibration,
     CalibrationConfig,
     Outcomes,

@@ -91,23 +91,26 @@ class ForwardLog:
 
 
 class BareForwards:
-    """Runs forwards of given shapes with ready arguments and takes their time."""
+    """Runs forwards of given shapes with ready arguments and takes their time by ``clock``."""
 
-    def __init__(self, models: Mapping[str, LanguageModel]) -> None:
+    def __init__(
+        self, models: Mapping[str, LanguageModel], clock: Callable[[], float] = perf_counter
+    ) -> None:
         self._models = models
+        self._clock = clock
         self._caches: dict[str, tuple[Any, int]] = {}
 
     def seconds(self, forward: Forward) -> float:
-        """Wall time of one bare forward of this shape, work on a device included."""
+        """Time of one bare forward of this shape, work on a device included."""
         model = self._models[forward.model]
         device = torch.device(model.device)
         with torch.no_grad():
             call = self._ready(model, forward)
             _synchronise(device)
-            start = perf_counter()
+            start = self._clock()
             call()
             _synchronise(device)
-            return perf_counter() - start
+            return self._clock() - start
 
     def _cache(self, model: LanguageModel, forward: Forward) -> Any:
         cache, n_rows = self._caches.get(forward.model, (None, 0))
