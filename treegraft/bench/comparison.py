@@ -124,6 +124,7 @@ class ArmSummary:
                     "side_calls": s.side_calls[i],
                     "seconds": s.drafter_seconds[name],
                     **{count: getattr(s, count)[i] for count in NODE_COUNTS},
+                    "accepted_by_depth": list(s.accepted_by_depth[i]),
                 }
                 for i, name in enumerate(s.drafters)
             },
