@@ -212,6 +212,19 @@ class Problem:
         found: Floats = weight[self.text] * (self.tokens / prices[self.text] - self.seconds)
         return found
 
+    def options(self, rows: Ints, value: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+        """What each action is worth in ``rows`` int64 [n], and whether it can be taken.
+
+        float64 and bool [n, K + 1]: stopping first, then the drafters; who cannot act leaves the
+        step as it is. ``value`` float64 [R] : of each row, what follows included.
+        """
+        after = self.child[rows]
+        there = after >= 0
+        stop = value[rows][:, None]
+        worth = np.concatenate([stop, np.where(there, value[after], stop)], axis=1)
+        able = np.concatenate([np.ones((rows.shape[0], 1), dtype=np.bool_), there], axis=1)
+        return worth, able
+
     def induce(self, ends: Ints, groups: Ints | None = None) -> Solution:
         """The best policy at the prices that ``ends`` makes, by backward induction.
 
@@ -226,13 +239,7 @@ class Problem:
             self._check_recall(groups)
         for number in range(self.depth - 1, -1, -1):
             rows = self._by_layer[number]
-            after = self.child[rows]
-            there = after >= 0
-            # Stopping first, then the drafters; who cannot act leaves the step as it is.
-            worth = np.concatenate(
-                [value[rows][:, None], np.where(there, value[after], value[rows][:, None])], axis=1
-            )
-            able = np.concatenate([np.ones((rows.shape[0], 1), dtype=np.bool_), there], axis=1)
+            worth, able = self.options(rows, value)
             if groups is None:
                 best = np.where(able, worth, -np.inf).argmax(1)
             else:
