@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 import yaml
@@ -193,6 +194,48 @@ def test_texts_that_end_at_once_are_skipped_by_name(treegraft, config, write, tm
     )
     assert empty.code == 2
     assert "hold no step to learn from" in empty.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_suites_that_end_at_once_and_traces_of_another_tree_are_named(
+    treegraft, made, config, prompt_file, tmp_path
+):
+    traces, costs = made
+    fit = ("schedule", "fit", traces, "--costs", costs, "--epochs", 1, "-o", tmp_path / "s")
+    assert treegraft(*fit).code == 0
+    evaluate = ("schedule", "evaluate", "-c", config, tmp_path / "s", "--prompts", prompt_file)
+    result = treegraft(*evaluate, "--no-paper", "--max-new-tokens", 1)
+    assert result.code == 2
+    assert result.err.endswith(
+        "error: the texts of suite 'words' end at once: nothing to schedule\n"
+    )
+    pytest.importorskip("sklearn")
+    other = shutil.copytree(traces, tmp_path / "t")
+    header = json.loads((other / "trace.json").read_text())
+    header["signature"]["builder"]["width"] = 9
+    (other / "trace.json").write_text(json.dumps(header))
+    result = treegraft(*evaluate, "--no-paper", "--ceiling", other)
+    assert result.code == 2
+    assert result.err.endswith(
+        "error: --ceiling: traces of another pipeline than the scheduler's: builder.width is 2 "
+        "there and 9 here\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["calibrate", "collect"])
+def test_a_head_has_no_costs_and_no_traces_and_is_named(treegraft, config, command, tmp_path):
+    data = yaml.safe_load(config.read_text())
+    data["drafters"].append({"kind": "head", "model": "nowhere", "name": "eagle"})
+    config.write_text(yaml.safe_dump(data))
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"ids": [1, 2]}')
+    words = ("schedule", command, "-c", config, "--prompts", prompts, "-o", tmp_path / "out")
+    result = treegraft(*words)
+    assert result.code == 2
+    assert "must not ask for the target's hidden states" in result.err
+    assert "found 'eagle'" in result.err
+    assert result.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

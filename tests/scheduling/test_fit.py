@@ -180,6 +180,9 @@ def test_a_folder_of_other_traces_is_not_gone_on_with(traces, tmp_path):
     pipeline = build_pipeline(wider, held)
     with pytest.raises(ScheduleError, match=r"signature.builder.width is 2 there and 3 here"):
         Collection(wider, traces, every=1, pipeline=pipeline)
+    other = models() | {"target": hashed_model(12, 7, order=6)}
+    with pytest.raises(ScheduleError, match=r"signature.target is '\w+' there and '\w+' here"):
+        Collection(config(), traces, every=1, pipeline=build_pipeline(config(), other))
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "note.txt").write_text("mine")
     with pytest.raises(ScheduleError, match="must be a new folder or one of traces"):
