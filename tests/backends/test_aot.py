@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from treegraft.pipeline import build_pipeline
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 AHEAD = GraphPlan(compiler="aot", n_nodes=5)
+ROOT = (Path(__file__).parents[2], Path(__file__).parents[1])
 FORK = [0, 0, 0, 1, 2, 2, 3]
 # Norms and rotary angles are computed in float32 by the models themselves, whatever the weights are.
 NEAR = 1e-5
@@ -191,6 +195,34 @@ def test_the_key_differs_by_what_decides_the_code_and_not_by_weights(
         torch.set_num_threads(threads)
     assert None not in keys
     assert len(set(keys)) == len(keys)
+
+
+_PRINT_KEY = """
+from backends.families import build
+from treegraft.backends import aot
+from treegraft.backends.library import library_key
+keys = ("input_ids", "position_ids", "attention_mask", "cache", "use_cache", "return_dict")
+form = aot._Form(frozenset(keys), keys[:2], None, (("use_cache", True),), "cache", 1, (0, 1))
+print(library_key(build("llama", num_hidden_layers=1), (True, form)))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_made_every_library_anew_as_the_key_hung_on_the_order_of_a_set() -> None:
+    printed = set()
+    for seed in ("1", "2", "3"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, [*ROOT, *sys.path]))
+        run = subprocess.run(
+            [sys.executable, "-c", _PRINT_KEY],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed.add(run.stdout.strip())
+    assert len(printed) == 1
+    assert None not in printed
 
 
 def test_a_model_with_hooks_or_a_forward_of_its_own_is_not_kept() -> None:

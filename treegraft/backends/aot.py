@@ -9,7 +9,7 @@ Shapes (docs/shapes.md): n queries of this forward, K kv span, S cache rows, V v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -98,7 +98,8 @@ class _Form:
     n_layers : L. slots : of the slab, which are open.
     """
 
-    keys: frozenset[str]
+    # Not in the repr, which names a library: a set has another order in every process.
+    keys: frozenset[str] = field(repr=False)
     tensors: tuple[str, ...]
     masks: tuple[str, ...] | None
     others: tuple[tuple[str, Any], ...]
