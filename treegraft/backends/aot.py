@@ -35,35 +35,37 @@ class AotProgram(Program):
     model : a causal LM of transformers. keyword : under which it takes the cache.
     """
 
+    reads_prompts = True
+
     def __init__(self, model: nn.Module, keyword: str) -> None:
         self._model = model
         self._keyword = keyword
-        self._forms: dict[bool, _Form] = {}
-        self._libraries: dict[bool, Library] = {}
-        self.found = True
-        """Whether every library so far was found on disk."""
+        # By whether it is one query, and the last query's logits alone.
+        self._forms: dict[tuple[bool, bool], _Form] = {}
+        self._libraries: dict[tuple[bool, bool], Library] = {}
 
     def trial(self, arguments: dict[str, Any]) -> Tensor:
         """Logits [1, n, V]: see Program.trial."""
-        one = arguments["input_ids"].shape[1] == 1
-        if one not in self._libraries:
-            self._make(arguments, one)
+        kind = _kind(arguments)
+        if kind not in self._libraries:
+            self._make(arguments, kind)
         return self(arguments)
 
     def __call__(self, arguments: dict[str, Any]) -> Tensor:
         """Logits [1, n, V]: see Program."""
-        one = arguments["input_ids"].shape[1] == 1
-        form = self._forms.get(one)
-        if form is None or arguments.keys() != form.keys or not self._libraries[one].fits:
+        kind = _kind(arguments)
+        form = self._forms.get(kind)
+        if form is None or arguments.keys() != form.keys or not self._libraries[kind].fits:
             raise NoProgramError
-        return self._libraries[one].run(form.flat(arguments))[0]
+        return self._libraries[kind].run(form.flat(arguments))[0]
 
     def renew(self) -> None:
         """See weights that were given other memory: see Program.renew."""
         for library in self._libraries.values():
             library.bind()
 
-    def _make(self, arguments: dict[str, Any], one: bool) -> None:
+    def _make(self, arguments: dict[str, Any], kind: tuple[bool, bool]) -> None:
+        one = kind[0]
         form = _Form.of(arguments, self._keyword)
         forward = _Forward(self._model, form)
 
@@ -82,9 +84,12 @@ class AotProgram(Program):
                 )
 
         key = library_key(forward, (one, form))
-        self._libraries[one], found = kept(key, forward, make)
-        self._forms[one] = form
-        self.found &= found
+        self._libraries[kind], _ = kept(key, forward, make)
+        self._forms[kind] = form
+
+
+def _kind(arguments: dict[str, Any]) -> tuple[bool, bool]:
+    return arguments["input_ids"].shape[1] == 1, "logits_to_keep" in arguments
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ __all__ = ["CompiledModel", "ForwardChoice", "GraphPlan", "GraphReport"]
 # where a program is made would be taken for one and the same, so no two of these agree, nor any
 # with a usual number of heads or a head size.
 _TRACED = ((592, 704), (80, 320))
-_QUERIES = {"one query": (1, 1), "several queries": (23, 7)}
+_QUERIES = {"one query": (1, 1), "several queries": (23, 7), "prompt": (23, 7)}
+_PROMPT = 64  # tokens of a prompt that is timed
 _SPARE = 16  # rows behind a slab that is not padded
 _TIMED_SPAN = 256
 _ROUNDS = 9  # of timing, after two that are not counted
@@ -119,8 +120,9 @@ class CompiledModel(LanguageModel):
     What is compiled is the model as it stands now. Weights are read anew by every forward; hooks or
     adapters that are put on its modules later are not seen.
 
-    Forwards for the last query alone (prefill) stay eager: their sizes are the prompts'. So do
-    those that hand out hidden states, which a hook takes from the model; they count as outside.
+    Forwards for the last query alone (prefill) stay eager where they are padded or torch.compile
+    makes the programs. So do those that hand out hidden states, which a hook takes from the model;
+    they count as outside.
 
     Parameters
     ----------
@@ -131,7 +133,7 @@ class CompiledModel(LanguageModel):
     Attributes
     ----------
     report : what was decided about the model. graphs : what the warm-up made of it.
-    forward_counts : how the forwards ran, from the first on.
+    forward_counts : how the forwards ran, from the first on. padded : whether they go by buckets.
 
     Raises
     ------
@@ -153,10 +155,10 @@ class CompiledModel(LanguageModel):
         self.hidden_size = model.hidden_size
         self.device = model.device
         self.forward_counts = self._counts = ForwardCounts()
-        self._buckets = plan.buckets
+        self.padded = plan.buckets
         self._capture = plan.buckets and model.device.type == "cuda"
         self._graphs = CudaGraphs(self.device) if self._capture else None
-        self._compiled: dict[str, bool] = dict.fromkeys(_QUERIES, False)
+        self._compiled: dict[str, bool] = {}
         self._program: Program | None = None
         self._made_with: tuple[Any, ...] = ()
         self.graphs = self._warm_up(plan, on_progress or _ignore)
@@ -170,7 +172,7 @@ class CompiledModel(LanguageModel):
         """
         if self._program is not None:
             self._program.renew()
-        if not self._buckets:
+        if not self.padded:
             return self._inner.new_cache(n_rows, old, n_spare=_SPARE)
         n_rows = -(-n_rows // ROWS_STEP) * ROWS_STEP
         return self._inner.new_cache(n_rows, old, n_spare=BUCKETS[-1])
@@ -191,11 +193,11 @@ class CompiledModel(LanguageModel):
         """Read ``n`` tokens and return their next-token logits: see LanguageModel.forward."""
         n = tokens.shape[0]
         given = (tokens, rows, positions, visible)
+        if not self.padded:
+            return self._inner.read(self.run, cache, *given, last_only=last_only and n > 1)
         if last_only:
             self._counts.eager += 1
             return self._inner.forward(cache, *given, last_only=True)
-        if not self._buckets:
-            return self._inner.read(self.run, cache, *given)
         bucket = bucket_of(n, visible.shape[1], cache.n_rows)
         if bucket is None:
             self._counts.outside += 1
@@ -224,7 +226,7 @@ class CompiledModel(LanguageModel):
     def run(self, arguments: dict[str, Any]) -> Tensor:
         """Logits [1, n, V]: compiled where that was chosen and fits, else eager, and counted."""
         program = self._program
-        if program is None or not self._compiled[_kind(arguments["input_ids"].shape[1])]:
+        if program is None or not self._compiled.get(self._kind(arguments)):
             self._counts.eager += 1
             return read(self.model, arguments)
         if self._settings(program) != self._made_with:
@@ -282,7 +284,7 @@ class CompiledModel(LanguageModel):
             compiler=compiler,
             choices=choices,
             seconds=time.perf_counter() - began,
-            buckets=self._buckets,
+            buckets=self.padded,
             captured=self._capture,
             notes=tuple(notes),
         )
@@ -298,14 +300,15 @@ class CompiledModel(LanguageModel):
             program = TracedProgram(self.model, compiler)
         slabs = [(span, self._inner.new_cache(n_rows)) for span, n_rows in _TRACED]
         allowed = allowed_error(self.report, self.device)
-        on_progress(0, len(_QUERIES))
+        kinds = [kind for kind in _QUERIES if kind != "prompt" or self._reads_prompts(program)]
+        on_progress(0, len(kinds))
         choices = []
-        for done, (kind, sizes) in enumerate(_QUERIES.items(), 1):
+        for done, kind in enumerate(kinds, 1):
             # The second forward differs in every size; what the first one took for fixed becomes
             # symbolic here and not in a text.
-            for n, (span, slab) in zip(sizes, slabs, strict=True):
-                plain = self._probe(self._own, slab, n, span)
-                found = self._probe(program.trial, slab, n, span)
+            for n, (span, slab) in zip(_QUERIES[kind], slabs, strict=True):
+                plain = self._probe(self._own, slab, n, span, kind)
+                found = self._probe(program.trial, slab, n, span, kind)
                 error = relative_error(found, plain, self.report.dtype)
                 if not error <= allowed:
                     raise ArithmeticError(
@@ -313,19 +316,20 @@ class CompiledModel(LanguageModel):
                         f"(allowed {allowed:.2g})"
                     )
             choices.append(self._time(kind, program, plan, slabs[0][1]))
-            on_progress(done, len(_QUERIES))
+            on_progress(done, len(kinds))
         self._program = program
         self._made_with = self._settings(program)
         return tuple(choices)
 
     def _time(self, kind: str, program: Program, plan: GraphPlan, slab: KVSlab) -> ForwardChoice:
-        n = 1 if _QUERIES[kind][0] == 1 else min(max(2, plan.n_nodes), BUCKETS[-1])
+        usual = min(max(2, plan.n_nodes), BUCKETS[-1])
+        n = {"one query": 1, "several queries": usual, "prompt": _PROMPT}[kind]
         taken: dict[Callable[[dict[str, Any]], Tensor], list[float]] = {self._own: [], program: []}
         for _ in range(2 + _ROUNDS):
             for call, seconds in taken.items():
                 self._wait()
                 began = time.perf_counter()
-                self._probe(call, slab, n, _TIMED_SPAN + n)
+                self._probe(call, slab, n, _TIMED_SPAN + n, kind)
                 self._wait()
                 seconds.append(time.perf_counter() - began)
         # What a busy machine does to a forward only ever adds to its time.
@@ -339,19 +343,28 @@ class CompiledModel(LanguageModel):
     def _own(self, arguments: dict[str, Any]) -> Tensor:
         return read(self.model, arguments)
 
+    def _reads_prompts(self, program: Program) -> bool:
+        return program.reads_prompts and self.report.logits_to_keep and not self.padded
+
+    def _kind(self, arguments: dict[str, Any]) -> str:
+        if arguments["input_ids"].shape[1] == 1:
+            return "one query"
+        return "prompt" if "logits_to_keep" in arguments else "several queries"
+
     def _probe(
-        self, call: Callable[[dict[str, Any]], Tensor], slab: KVSlab, n: int, span: int
+        self,
+        call: Callable[[dict[str, Any]], Tensor],
+        slab: KVSlab,
+        n: int,
+        span: int,
+        kind: str,
     ) -> Tensor:
         """Logits of ``n`` queries at the end of ``span`` rows of zeros."""
         rows = torch.arange(span - n, span)
         positions = torch.arange(n) % (self.max_positions or n)
         visible = torch.arange(span) <= rows[:, None]
         tokens = torch.arange(n) % self.vocab_size
-        return self._inner.read(call, slab, tokens, rows, positions, visible)
-
-
-def _kind(n: int) -> str:
-    return "one query" if n == 1 else "several queries"
+        return self._inner.read(call, slab, tokens, rows, positions, visible, kind == "prompt")
 
 
 def _ignore(done: int, total: int) -> None:

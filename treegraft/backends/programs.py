@@ -31,9 +31,11 @@ class Program(ABC):
     Attributes
     ----------
     minds_inference_mode : whether what was made outside of it does not fit in it.
+    reads_prompts : whether forwards for the last query's logits alone are worth a program.
     """
 
     minds_inference_mode = False
+    reads_prompts = False
 
     @abstractmethod
     def trial(self, arguments: dict[str, Any]) -> Tensor:
