@@ -33,7 +33,7 @@ class Loader:
                 self._heads[name, None] = model
             else:
                 self._models[name] = model
-        self._compiled: dict[tuple[str, str, str, bool], LanguageModel] = {}
+        self._compiled: dict[tuple[str, str, str | None, bool], LanguageModel] = {}
         self._tokenizers: dict[str, tuple[Any, str]] = {}
         self._datastores: dict[str, Datastore] = {}
 

@@ -145,9 +145,10 @@ class BareForwards:
         }
         if report.cache_position:
             arguments["cache_position"] = rows.to(device)
-        if forward.last_only and report.logits_to_keep:
+        last_only = forward.last_only and forward.n > 1
+        if last_only and report.logits_to_keep:
             arguments["logits_to_keep"] = 1
-        if isinstance(model, CompiledModel) and not forward.last_only:
+        if isinstance(model, CompiledModel) and not (last_only and model.padded):
             return lambda: model.run(arguments)
         return lambda: model.model(**arguments)
 
