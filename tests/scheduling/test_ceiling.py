@@ -101,6 +101,17 @@ def test_the_same_traces_give_the_same_trees_which_decide_on_other_texts_too():
     assert isinstance(policy, BoostedPolicy)
 
 
+def test_fewer_prompts_teach_less_and_are_judged_on_all():
+    pytest.importorskip("sklearn")
+    traces, problem = made(seed=5)
+    rates = {}
+    for share in (0.1, 1.0):
+        settings = CeilingSettings(folds=3, rounds=1, trees=20, smallest=30, share=share)
+        rates[share] = problem.rate(problem.follow(boost(traces, problem, settings).actions))
+    # A tenth of the prompts have too few steps to part.
+    assert rates[0.1] < 1.03 * problem.best_fixed()[1] < rates[1.0]
+
+
 def test_a_fold_is_no_split():
     keys = [f"{i:08x}{i // 300 * 7919:08x}" + "0" * 48 for i in range(0, 100 * 300, 300)]
     assert {fold_of(key, 5) for key in keys} == set(range(5))

@@ -150,7 +150,7 @@ def test_folded_weights_do_what_training_did(traces, fitted):
     split = np.array([split_of(prompt.key) for prompt in loaded.prompts])[loaded.prompt]
     ends = problem.follow(actions)
     for name, metrics in fitted.metrics.items():
-        assert problem.rate(ends[split == name]) == pytest.approx(metrics["value"])
+        assert problem.estimate(ends[split == name]) == pytest.approx(metrics["value"])
 
 
 def test_traces_are_written_once_and_read_whole(traces, tmp_path):

@@ -219,6 +219,8 @@ def elsewhere(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     return "; ".join(found) if found else None
 
 
+_BEFORE = {"temperature": 0.0}
+"""What costs were measured with that do not say it, as it came later."""
 _DECISIVE = ("device", "device_name", "dtype", "threads")
 
 
@@ -376,9 +378,9 @@ def load_costs(
                 f"{identity}; {again}"
             )
     for key, value in (here or {}).items():
-        if costs.environment.get(key) != value:
+        there = costs.environment.get(key, _BEFORE.get(key))
+        if there != value:
             raise ScheduleError(
-                f"costs {str(path)!r} were measured with {key} {costs.environment.get(key)!r}, "
-                f"found {value!r}; {again}"
+                f"costs {str(path)!r} were measured with {key} {there!r}, found {value!r}; {again}"
             )
     return costs

@@ -172,6 +172,9 @@ def fit(
     loaded, measured = Traces.load(traces), load_costs(costs).with_target_scale(target_scale)
     if cost_scaled:
         measured = measured.for_texts_of(loaded.header["signature"]["target"])
+    warm = (measured.environment.get("temperature", 0.0), loaded.header["sampling"]["temperature"])
+    if warm[0] != warm[1]:
+        note(f"costs were measured at temperature {warm[0]:g}, the traces are of {warm[1]:g}")
     settings = FitSettings(hidden=hidden, epochs=epochs, seed=seed)
     with progress("fitting layers", None) as tick:
         fitted = distil(loaded, measured, settings, tick, CeilingSettings() if ceiling else None)

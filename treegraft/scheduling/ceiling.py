@@ -49,6 +49,7 @@ class CeilingSettings:
         rate is taken anew. trees, leaves, rate, smallest : of scikit-learn's
         ``HistGradientBoostingRegressor``: ``max_iter``, ``max_leaf_nodes``, ``learning_rate`` and
         ``min_samples_leaf``. Small trees: what schedules save is mostly noise.
+    share : of the prompts that teach, how many do; less than all says what more would bring.
     """
 
     folds: int = 5
@@ -57,6 +58,7 @@ class CeilingSettings:
     leaves: int = 4
     rate: float = 0.08
     smallest: int = 30
+    share: float = 1.0
 
 
 def check_installed() -> None:
@@ -127,6 +129,8 @@ def boost(
     by_step = np.zeros(int(problem.step.max(initial=-1)) + 1, dtype=np.int64)
     by_step[problem.step[problem.roots]] = by_prompt[traces.prompt]
     fold = by_step[problem.step]
+    teaching = np.array([int(p.key[16:24], 16) / 16**8 < settings.share for p in traces.prompts])
+    teaches = teaching[problem.text]
     described, features = traces.arrays["described"], traces.arrays["features"]
     calls, _ = problem.best_fixed()
     ends = problem.fixed(calls)
@@ -146,7 +150,7 @@ def boost(
             for part in range(settings.folds):
                 out = fold[rows] == part
                 trees = [
-                    _grown(regressor, settings, x, target[:, i], able[:, i] & ~out)
+                    _grown(regressor, settings, x, target[:, i], able[:, i] & ~out & teaches[rows])
                     for i in range(worth.shape[1])
                 ]
                 grown[number].append(trees)

@@ -312,14 +312,16 @@ def _offline(
         depth = problem.depth
         rows, features = traces.arrays["described"], traces.arrays["features"]
         rates = {
-            PLAIN: problem.rate(problem.roots),
-            "never": problem.rate(problem.fixed((0,) * depth)),
-            "always": problem.rate(problem.fixed((len(names) - 1,) * depth)),
-            BEST_FIXED: problem.rate(problem.fixed(calls)),
-            VALUE: problem.rate(problem.follow(policy_actions(network, problem, rows, features))),
-            "oracle": problem.solve().rate,
+            PLAIN: problem.estimate(problem.roots),
+            "never": problem.estimate(problem.fixed((0,) * depth)),
+            "always": problem.estimate(problem.fixed((len(names) - 1,) * depth)),
+            BEST_FIXED: problem.estimate(problem.fixed(calls)),
+            VALUE: problem.estimate(
+                problem.follow(policy_actions(network, problem, rows, features))
+            ),
+            "oracle": problem.estimate(problem.solve().ends),
         }
         if trees is not None:
-            rates[CEILING] = problem.rate(problem.follow(trees.decide(problem, rows, features)))
+            rates[CEILING] = problem.estimate(problem.follow(trees.decide(problem, rows, features)))
         found[suite] = Offline(traces.n_steps, rates)
     return found

@@ -11,7 +11,7 @@ Shapes: S steps, R rows, E described rows, F features, H hidden units, K drafter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any, final
 
@@ -72,13 +72,14 @@ class Fitted:
     Attributes
     ----------
     artefact : with the metrics in its header.
-    metrics : by split: steps, tokens per second under the cost model of ``plain`` (no drafting),
-        ``never`` (cheapest drafter in every layer), ``always`` (dearest), ``best_fixed`` (found on
-        the training split), ``value`` and ``oracle``; and ``oracle_share``, how much of the
-        oracle's gain over the better endpoint ``value`` keeps. With a ceiling: ``ceiling``, what
-        boosted trees reach on the same features, and ``ceiling_share`` likewise, in each split by
-        trees that did not see the prompt; and the same of ``all`` prompts together, where ``value``
-        is left out, as it has seen most of them.
+    metrics : by split: steps, tokens per second (``Problem.estimate``) under the cost model of
+        ``plain`` (no drafting), ``never`` (cheapest drafter in every layer), ``always`` (dearest),
+        ``best_fixed`` (found on the training split), ``value`` and ``oracle``; and
+        ``oracle_share``, how much of the oracle's gain over the better endpoint ``value`` keeps.
+        With a ceiling: ``ceiling``, what boosted trees reach on the same features, and
+        ``ceiling_share`` likewise, in each split by trees that did not see the prompt; and the same
+        of ``all`` prompts together, where ``value`` is left out, as it has seen most of them, and
+        ``ceiling_of_half`` is by trees that half as many prompts taught.
     best_fixed : drafters by name, layer by layer.
     """
 
@@ -132,9 +133,11 @@ def fit(
     if ceiling is not None:
         found = problem.follow(boost(traces, problem, ceiling, on_layer).actions)
         for number, name in enumerate(SPLITS):
-            metrics[name] |= _shares(metrics[name], problem.rate(found[split == number]))
+            metrics[name] |= _shares(metrics[name], problem.estimate(found[split == number]))
         whole = _rates(problem, calls)
-        metrics["all"] = whole | _shares(whole, problem.rate(found))
+        metrics["all"] = whole | _shares(whole, problem.estimate(found))
+        fewer = boost(traces, problem, replace(ceiling, share=0.5 * ceiling.share), on_layer)
+        metrics["all"]["ceiling_of_half"] = problem.estimate(problem.follow(fewer.actions))
     names = list(traces.header["signature"]["drafters"])
     best_fixed = tuple(names[i] for i in calls)
     header: dict[str, Any] = {
@@ -212,7 +215,7 @@ def _metrics(
     part: Problem, calls: tuple[int, ...], value: tuple[Problem, NDArray[np.int64]]
 ) -> dict[str, float]:
     rates = _rates(part, calls)
-    reached = value[0].rate(value[1])
+    reached = value[0].estimate(value[1])
     return rates | {"value": reached, "oracle_share": _share(rates, reached)}
 
 
@@ -221,11 +224,11 @@ def _rates(part: Problem, calls: tuple[int, ...]) -> dict[str, float]:
     depth = part.depth
     return {
         "steps": float(part.roots.shape[0]),
-        "plain": part.rate(part.roots),
-        "never": part.rate(part.fixed((0,) * depth)),
-        "always": part.rate(part.fixed((part.n_drafters - 1,) * depth)),
-        "best_fixed": part.rate(part.fixed(calls)),
-        "oracle": part.solve().rate,
+        "plain": part.estimate(part.roots),
+        "never": part.estimate(part.fixed((0,) * depth)),
+        "always": part.estimate(part.fixed((part.n_drafters - 1,) * depth)),
+        "best_fixed": part.estimate(part.fixed(calls)),
+        "oracle": part.estimate(part.solve().ends),
     }
 
 
