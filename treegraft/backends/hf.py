@@ -23,8 +23,9 @@ from transformers.utils import logging as transformers_logging
 from treegraft.backends.adapter import decide, label_of, refuse_config
 from treegraft.backends.kv import KVSlab
 from treegraft.backends.masks import TreeMasks
+from treegraft.backends.prefix import first_layers
 from treegraft.backends.selftest import N_POSITIONS, allowed_error, tree_error
-from treegraft.backends.sources import one_line, parse_dtype, reading, resolve
+from treegraft.backends.sources import one_line, parse_dtype, reading, resolve, split_layers
 from treegraft.core.errors import ConfigError, TreegraftError, UnsupportedModelError
 from treegraft.core.language_model import LanguageModel
 
@@ -307,7 +308,8 @@ def load_model(
 
     Parameters
     ----------
-    source : a local folder, a hub id, or ``zoo:NAME`` for a model that ships with treegraft.
+    source : a local folder, a hub id, or ``zoo:NAME`` for a model that ships with treegraft;
+        with ``[:N]`` behind it only the first N layers.
     dtype : a torch dtype or its name, ``auto`` for that of the checkpoint. Left out: the
         checkpoint's own on an accelerator, float32 on the CPU, where half precision is slow.
     device : where the weights go; left out: CUDA if there is one, else the CPU.
@@ -322,7 +324,8 @@ def load_model(
             f"attention {attention!r} takes no mask per query and key: use sdpa or eager"
         )
     kind = parse_dtype(dtype, place)
-    path = resolve(source)
+    base, n_layers = split_layers(source)
+    path = resolve(base)
     with reading(source):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_config(config, source)
@@ -337,6 +340,8 @@ def load_model(
     if kind == torch.float64 and model._can_set_experts_implementation():
         # The grouped product of the experts has no float64 kernel.
         model.set_experts_implementation("eager")
+    if n_layers is not None:
+        model = first_layers(model, n_layers, source)
     model = model.to(place).eval()
     if place.type == "cpu":
         _lay_inputs_first(model)
@@ -361,7 +366,7 @@ def load_tokenizer(source: str) -> tuple[Any | None, str]:
 
     ``source`` is as for ``load_model``. Generation works on token ids without one.
     """
-    path = resolve(source)
+    path = resolve(split_layers(source)[0])
     folder = Path(path)
     if folder.is_dir() and not any(
         file.name.startswith(_TOKENIZER_FILES) or file.suffix in (".model", ".tiktoken")
