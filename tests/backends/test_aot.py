@@ -201,9 +201,8 @@ _PRINT_KEY = """
 from backends.families import build
 from treegraft.backends import aot
 from treegraft.backends.library import library_key
-keys = ("input_ids", "position_ids", "attention_mask", "cache", "use_cache", "return_dict")
-form = aot._Form(frozenset(keys), keys[:2], None, (("use_cache", True),), "cache", 1, (0, 1))
-print(library_key(build("llama", num_hidden_layers=1), (True, form)))
+form = aot._Form(1, (0, 1), one=True, last_only=False, windowed=False)
+print(library_key(build("llama", num_hidden_layers=1), form))
 """
 
 
@@ -247,7 +246,8 @@ def test_a_torn_package_is_made_anew(
         asked.append(path)
         shutil.copy(whole, path)
 
-    forward = aot._Forward(model.model, next(iter(compiled._program._forms.values())))  # type: ignore[union-attr]
+    form = aot._Form(1, (0, 1), one=True, last_only=False, windowed=False)
+    forward = aot._Forward(model, form)
     _, found = kept("torn", forward, make)
     assert not found
     assert len(asked) == 1
@@ -271,19 +271,11 @@ def test_the_folder_is_the_users_cache_unless_it_is_named(
 
 def test_code_that_assumes_sizes_is_refused() -> None:
     class Exported:
-        _guards_code = ("L['flat'][1].size()[3] <= 512",)
+        _guards_code = ("L['flat'][3].size()[1] <= 512",)
 
-    form = aot._Form(
-        keys=frozenset({"input_ids"}),
-        tensors=("input_ids",),
-        masks=None,
-        others=(),
-        keyword="cache",
-        n_layers=1,
-        slots=(0, 1),
-    )
+    form = aot._Form(1, (0, 1), one=False, last_only=False, windowed=False)
     with pytest.raises(RuntimeError, match=r"made for sizes with .* <= 512"):
-        aot._check_guards(Exported, form, one=False)
+        aot._check_guards(Exported, form)
 
 
 def test_where_no_library_can_be_made_on_says_so_and_auto_takes_the_next_compiler(

@@ -1,29 +1,31 @@
 """Forwards compiled ahead of time: torch.export, then Inductor's code without Python around it.
 
-Against torch.compile's Inductor this saves the look-up of a program in every call and a line of
-Python per kernel, and a second process loads in milliseconds what the first one made.
+What is compiled is all of ``LanguageModel.forward``, the mask included. Against torch.compile's
+Inductor this saves the look-up of a program in every call and a line of Python per kernel, and a
+second process loads in milliseconds what the first one made.
 
 Shapes (docs/shapes.md): n queries of this forward, K kv span, S cache rows, V vocabulary, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from treegraft.backends.hf import HFLanguageModel, logits_of
 from treegraft.backends.kv import KVSlab
 from treegraft.backends.library import Library, kept, library_key
-from treegraft.backends.programs import NoProgramError, Program, read
+from treegraft.backends.programs import NoProgramError, Program
 
 __all__ = ["AotProgram"]
 
 _SIZES = (2, 3, 5, 8, 9, 16, 17, 31, 64, 127, 256, 512)
-_SPANS = (16, 32, 48, 80, 256, 400, 1024, 4096, 8192, 32768)
+_SPANS = (2, 3, 7, 16, 33, 64, 80, 256, 401, 1024, 4096, 8191, 32768)
 
 
 @final
@@ -32,150 +34,166 @@ class AotProgram(Program):
 
     Parameters
     ----------
-    model : a causal LM of transformers. keyword : under which it takes the cache.
+    model : what is compiled.
     """
 
     reads_prompts = True
 
-    def __init__(self, model: nn.Module, keyword: str) -> None:
+    def __init__(self, model: HFLanguageModel) -> None:
         self._model = model
-        self._keyword = keyword
         # By whether it is one query, and the last query's logits alone.
-        self._forms: dict[tuple[bool, bool], _Form] = {}
         self._libraries: dict[tuple[bool, bool], Library] = {}
 
-    def trial(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]: see Program.trial."""
-        kind = _kind(arguments)
+    def trial(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits [n, V]: see Program.trial."""
+        kind = (tokens.shape[0] == 1, last_only)
         if kind not in self._libraries:
-            self._make(arguments, kind)
-        return self(arguments)
+            given = _flat(cache, tokens, rows, positions, visible)
+            self._libraries[kind] = self._made(kind, cache.slots, given)
+        return self(cache, tokens, rows, positions, visible, last_only)
 
-    def __call__(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]: see Program."""
-        kind = _kind(arguments)
-        form = self._forms.get(kind)
-        if form is None or arguments.keys() != form.keys or not self._libraries[kind].fits:
-            raise NoProgramError
-        return self._libraries[kind].run(form.flat(arguments))[0]
+    def __call__(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits [n, V]: see Program."""
+        library = self._fitting(tokens, visible, last_only)
+        cache.note_(rows, positions, visible.shape[1])
+        return library.run(_flat(cache, tokens, rows, positions, visible))[0]
+
+    def ready(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Callable[[], Any]:
+        """The forward alone: see Program.ready."""
+        library = self._fitting(tokens, visible, last_only)
+        cache.note_(rows, positions, visible.shape[1])
+        given = _flat(cache, tokens, rows, positions, visible)
+        return lambda: library.run(given)  # which empties the list: for one call
 
     def renew(self) -> None:
         """See weights that were given other memory: see Program.renew."""
         for library in self._libraries.values():
             library.bind()
 
-    def _make(self, arguments: dict[str, Any], kind: tuple[bool, bool]) -> None:
-        one = kind[0]
-        form = _Form.of(arguments, self._keyword)
+    def _fitting(self, tokens: Tensor, visible: Tensor, last_only: bool) -> Library:
+        library = self._libraries.get((tokens.shape[0] == 1, last_only))
+        # A span of one is taken for a size that is spread over others.
+        if library is None or not library.fits or visible.shape[1] < 2:
+            raise NoProgramError
+        return library
+
+    def _made(
+        self, kind: tuple[bool, bool], slots: tuple[int, ...], given: list[Tensor]
+    ) -> Library:
+        one, last_only = kind
+        windowed = self._model.masks.windowed
+        form = _Form(self._model.report.n_layers, slots, one, last_only, windowed)
         forward = _Forward(self._model, form)
 
         def make(path: str) -> None:
             # A tensor of inference mode cannot be traced.
-            with torch.inference_mode(False), torch.no_grad():
-                given = tuple(each.clone() for each in form.flat(arguments))
+            with torch.inference_mode(False), self._model.steady():
                 exported = torch.export.export(
-                    forward, given, dynamic_shapes=(form.sizes(one),), strict=False
+                    forward,
+                    tuple(each.clone() for each in given),
+                    dynamic_shapes=(form.sizes(),),
+                    strict=False,
                 )
-                _check_guards(exported, form, one)
+                _check_guards(exported, form)
                 torch._inductor.aoti_compile_and_package(
                     exported,
                     package_path=path,
                     inductor_configs={"aot_inductor.package_constants_in_so": False},
                 )
 
-        key = library_key(forward, (one, form))
-        self._libraries[kind], _ = kept(key, forward, make)
-        self._forms[kind] = form
+        return kept(library_key(forward, form), forward, make)[0]
 
 
-def _kind(arguments: dict[str, Any]) -> tuple[bool, bool]:
-    return arguments["input_ids"].shape[1] == 1, "logits_to_keep" in arguments
+def _flat(
+    cache: KVSlab, tokens: Tensor, rows: Tensor, positions: Tensor, visible: Tensor
+) -> list[Tensor]:
+    if cache.positions is None:
+        return [tokens, rows, positions, visible, *cache.stored]
+    return [tokens, rows, positions, visible, cache.positions, *cache.stored]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How the arguments of a forward are laid out as a list of tensors.
+    """What a library is made for.
 
     Attributes
     ----------
-    keys : of the arguments. tensors : those that are one tensor each. masks : layer types of the
-        masks, None for a single one. others : settings. keyword : of the cache.
-    n_layers : L. slots : of the slab, which are open.
+    n_layers : L. slots : of the slab, which are open. one : one query, else two or more.
+    last_only : the last query's logits alone. windowed : the rows' positions are an input too.
     """
 
-    # Not in the repr, which names a library: a set has another order in every process.
-    keys: frozenset[str] = field(repr=False)
-    tensors: tuple[str, ...]
-    masks: tuple[str, ...] | None
-    others: tuple[tuple[str, Any], ...]
-    keyword: str
     n_layers: int
     slots: tuple[int, ...]
+    one: bool
+    last_only: bool
+    windowed: bool
 
-    @classmethod
-    def of(cls, arguments: dict[str, Any], keyword: str) -> _Form:
-        slab, mask = arguments[keyword], arguments["attention_mask"]
-        tensors = [k for k, v in arguments.items() if isinstance(v, Tensor) and v is not mask]
-        others = [
-            (k, v)
-            for k, v in arguments.items()
-            if not isinstance(v, Tensor) and k not in (keyword, "attention_mask")
-        ]
-        return cls(
-            keys=frozenset(arguments),
-            tensors=tuple(tensors),
-            masks=None if isinstance(mask, Tensor) else tuple(mask),
-            others=tuple(others),
-            keyword=keyword,
-            n_layers=len(slab.layers),
-            slots=slab.slots,
-        )
+    def sizes(self) -> tuple[dict[int, Any], ...]:
+        """What varies in each tensor of ``_flat``."""
+        n, span, rows = Dim("n", min=2), Dim("K", min=2), Dim("S", min=2)
+        queries = {} if self.one else {0: n}
+        visible = {1: span} if self.one else {0: n, 1: span}
+        positions = [{0: rows}] * self.windowed
+        return (queries, queries, queries, visible, *positions, *[{2: rows}] * len(self.slots))
 
-    def flat(self, arguments: dict[str, Any]) -> list[Tensor]:
-        """Rows, masks, the other tensors, then keys and values [1, H, S, d] of the layers."""
-        slab, mask = arguments[self.keyword], arguments["attention_mask"]
-        masks = (mask,) if self.masks is None else [mask[kind] for kind in self.masks]
-        return [slab.destination, *masks, *(arguments[k] for k in self.tensors), *slab.stored]
-
-    def sizes(self, one: bool) -> tuple[dict[int, Any], ...]:
-        """What varies in each tensor of ``flat``."""
-        n, span, rows = Dim("n", min=2), Dim("K"), Dim("S")
-        queries = {} if one else {0: n}
-        mask = {3: span} if one else {2: n, 3: span}
-        others = [{} if one else {0 if name == "cache_position" else 1: n} for name in self.tensors]
-        masks = [mask] * (1 if self.masks is None else len(self.masks))
-        return (queries, *masks, *others, *[{2: rows}] * len(self.slots))
-
-    def arguments(self, flat: Sequence[Tensor]) -> dict[str, Any]:
-        """The arguments again, with a cache over the keys and values that are given."""
-        n_masks = 1 if self.masks is None else len(self.masks)
-        rows, masks = flat[0], flat[1 : 1 + n_masks]
-        end = 1 + n_masks + len(self.tensors)
-        named = dict(zip(self.tensors, flat[1 + n_masks : end], strict=True))
-        positions = named["position_ids"][0]
-        slab = KVSlab.over(
-            self.n_layers,
-            dict(zip(self.slots, flat[end:], strict=True)),
-            rows=rows,
-            span=masks[0].shape[-1],
-            # The right count for every model that adds to it: see KVSlab.past_per_query.
-            past=positions - torch.arange(positions.shape[0], device=positions.device),
-        )
-        mask = masks[0] if self.masks is None else dict(zip(self.masks, masks, strict=True))
-        return {**dict(self.others), **named, "attention_mask": mask, self.keyword: slab}
+    def shapes(self, n: int, span: int, n_rows: int) -> list[tuple[int | None, ...]]:
+        """Sizes of the tensors of ``_flat``; None where they do not vary."""
+        positions = [(n_rows,)] * self.windowed
+        stored = [(1, None, n_rows, None)] * len(self.slots)
+        return [(n,), (n,), (n,), (n, span), *positions, *stored]
 
 
 class _Forward(nn.Module):
-    """A model's forward on a list of tensors."""
+    """``LanguageModel.forward`` on a list of tensors."""
 
-    def __init__(self, model: nn.Module, form: _Form) -> None:
+    def __init__(self, model: HFLanguageModel, form: _Form) -> None:
         super().__init__()
-        self.model = model
+        self.model = model.model  # its weights are this module's
+        self._language_model = model
         self._form = form
 
     def forward(self, *flat: Tensor) -> Tensor:
-        """Logits [1, n, V] for ``_Form.flat``."""
-        return read(self.model, self._form.arguments(flat))
+        """Logits [n, V] for ``_flat``."""
+        form = self._form
+        tokens, rows, positions, visible, *rest = flat
+        row_positions = rest.pop(0) if form.windowed else None
+        span = visible.shape[1]
+        slab = KVSlab.over(
+            form.n_layers,
+            dict(zip(form.slots, rest, strict=True)),
+            rows=rows,
+            span=span,
+            # The right count for every model that adds to it: see KVSlab.past_per_query.
+            past=positions - torch.arange(positions.shape[0], device=positions.device),
+            positions=row_positions,
+        )
+        model, last_only = self._language_model, form.last_only
+        arguments = model.arguments(slab, tokens, rows, positions, visible, span, last_only)
+        return logits_of(model.call(arguments), last_only)
 
 
 class _Sized:
@@ -188,21 +206,16 @@ class _Sized:
         return self._shape
 
 
-def _check_guards(exported: Any, form: _Form, one: bool) -> None:
+def _check_guards(exported: Any, form: _Form) -> None:
     """RuntimeError unless what was assumed of sizes holds for every forward of this kind.
 
     Native code does not look at its arguments' sizes again.
     """
-    guards = exported._guards_code
-    sizes = [1] if one else _SIZES
-    n_masks = 1 if form.masks is None else len(form.masks)
-    for n in sizes:
+    for n in (1,) if form.one else _SIZES:
         for span in _SPANS:
-            shapes: list[tuple[int | None, ...]] = [(n,), *[(1, 1, n, span)] * n_masks]
-            shapes += [(n,) if name == "cache_position" else (1, n) for name in form.tensors]
             # No span is all rows: see CompiledModel.new_cache.
-            shapes += [(1, None, span + 16, None)] * len(form.slots)
+            shapes = form.shapes(n, span, span + 16)
             given = {"L": {"flat": [_Sized(shape) for shape in shapes]}}
-            for guard in guards:
+            for guard in exported._guards_code:
                 if not eval(guard, given):
                     raise RuntimeError(f"the forward was made for sizes with {guard}")

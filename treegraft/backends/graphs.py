@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
@@ -23,7 +23,7 @@ from treegraft.backends.aot import AotProgram
 from treegraft.backends.buckets import BUCKETS, ROWS_STEP, CudaGraphs, bucket_of, pad
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.kv import KVSlab
-from treegraft.backends.programs import Compiler, NoProgramError, Program, TracedProgram, read
+from treegraft.backends.programs import Compiler, NoProgramError, Program, TracedProgram
 from treegraft.backends.selftest import allowed_error, relative_error
 from treegraft.backends.sources import one_line
 from treegraft.core.errors import ConfigError
@@ -192,9 +192,10 @@ class CompiledModel(LanguageModel):
     ) -> Tensor:
         """Read ``n`` tokens and return their next-token logits: see LanguageModel.forward."""
         n = tokens.shape[0]
+        last_only = last_only and n > 1
         given = (tokens, rows, positions, visible)
         if not self.padded:
-            return self._inner.read(self.run, cache, *given, last_only=last_only and n > 1)
+            return self._run(cache, *given, last_only)
         if last_only:
             self._counts.eager += 1
             return self._inner.forward(cache, *given, last_only=True)
@@ -203,17 +204,14 @@ class CompiledModel(LanguageModel):
             self._counts.outside += 1
             return self._inner.forward(cache, *given)
         padded = pad(cache, *given, bucket)
-
-        graphs = self._graphs
-        if graphs is None:
-            return self._inner.read(self.run, cache, *padded)[:n]
-        before = replace(self._counts)
+        graphs, program = self._graphs, self._fitting(bucket[0], False)
+        if graphs is None or program is None:
+            return self._run(cache, *padded)[:n]
+        assert isinstance(program, TracedProgram)
         logits = self._inner.read(
-            lambda arguments: graphs.run(self.run, arguments, bucket, cache), cache, *padded
+            lambda arguments: graphs.run(program.run, arguments, bucket, cache), cache, *padded
         )
-        # A replay is one forward, and so are the three calls that a capture takes.
-        self._counts.compiled = before.compiled + 1
-        self._counts.eager, self._counts.outside = before.eager, before.outside
+        self._counts.compiled += 1
         return logits[:n]
 
     def forward_hidden(
@@ -223,22 +221,51 @@ class CompiledModel(LanguageModel):
         self._counts.outside += 1
         return self._inner.forward_hidden(cache, tokens, rows, positions, visible)
 
-    def run(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]: compiled where that was chosen and fits, else eager, and counted."""
-        program = self._program
-        if program is None or not self._compiled.get(self._kind(arguments)):
+    def ready(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Callable[[], Any]:
+        """The forward alone, without padding, for one call; it is not counted."""
+        last_only = last_only and tokens.shape[0] > 1
+        program = self._fitting(tokens.shape[0], last_only)
+        given = (cache, tokens, rows, positions, visible, last_only)
+        if program is None:
+            return self._inner.ready(self._inner.call, *given)
+        return program.ready(*given)
+
+    def _run(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits: compiled where that was chosen and fits, else eager, and counted."""
+        program = self._fitting(tokens.shape[0], last_only)
+        if program is None:
             self._counts.eager += 1
-            return read(self.model, arguments)
-        if self._settings(program) != self._made_with:
-            self._counts.outside += 1
-            return read(self.model, arguments)
+            return self._inner.forward(cache, tokens, rows, positions, visible, last_only)
         try:
-            logits = program(arguments)
+            if self._settings(program) != self._made_with:
+                raise NoProgramError
+            logits = program(cache, tokens, rows, positions, visible, last_only)
         except NoProgramError:
             self._counts.outside += 1
-            return read(self.model, arguments)
+            return self._inner.forward(cache, tokens, rows, positions, visible, last_only)
         self._counts.compiled += 1
         return logits
+
+    def _fitting(self, n: int, last_only: bool) -> Program | None:
+        """The program, if it was chosen for forwards of this kind."""
+        kind = "prompt" if last_only else "one query" if n == 1 else "several queries"
+        return self._program if self._compiled.get(kind) else None
 
     def _settings(self, program: Program) -> tuple[Any, ...]:
         """What a program relies on besides its arguments and is cheap to look at."""
@@ -295,9 +322,11 @@ class CompiledModel(LanguageModel):
         """Make the programs, check their logits against the model's own, time both."""
         program: Program
         if compiler == "aot":
-            program = AotProgram(self.model, self.report.cache_keyword)
+            if self._capture:
+                raise RuntimeError("its forwards are not captured: set backend.buckets to false")
+            program = AotProgram(self._inner)
         else:
-            program = TracedProgram(self.model, compiler)
+            program = TracedProgram(self._inner, compiler)
         slabs = [(span, self._inner.new_cache(n_rows)) for span, n_rows in _TRACED]
         allowed = allowed_error(self.report, self.device)
         kinds = [kind for kind in _QUERIES if kind != "prompt" or self._reads_prompts(program)]
@@ -307,7 +336,7 @@ class CompiledModel(LanguageModel):
             # The second forward differs in every size; what the first one took for fixed becomes
             # symbolic here and not in a text.
             for n, (span, slab) in zip(_QUERIES[kind], slabs, strict=True):
-                plain = self._probe(self._own, slab, n, span, kind)
+                plain = self._probe(self._inner.forward, slab, n, span, kind)
                 found = self._probe(program.trial, slab, n, span, kind)
                 error = relative_error(found, plain, self.report.dtype)
                 if not error <= allowed:
@@ -324,7 +353,7 @@ class CompiledModel(LanguageModel):
     def _time(self, kind: str, program: Program, plan: GraphPlan, slab: KVSlab) -> ForwardChoice:
         usual = min(max(2, plan.n_nodes), BUCKETS[-1])
         n = {"one query": 1, "several queries": usual, "prompt": _PROMPT}[kind]
-        taken: dict[Callable[[dict[str, Any]], Tensor], list[float]] = {self._own: [], program: []}
+        taken: dict[Callable[..., Tensor], list[float]] = {self._inner.forward: [], program: []}
         for _ in range(2 + _ROUNDS):
             for call, seconds in taken.items():
                 self._wait()
@@ -340,20 +369,12 @@ class CompiledModel(LanguageModel):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _own(self, arguments: dict[str, Any]) -> Tensor:
-        return read(self.model, arguments)
-
     def _reads_prompts(self, program: Program) -> bool:
         return program.reads_prompts and self.report.logits_to_keep and not self.padded
 
-    def _kind(self, arguments: dict[str, Any]) -> str:
-        if arguments["input_ids"].shape[1] == 1:
-            return "one query"
-        return "prompt" if "logits_to_keep" in arguments else "several queries"
-
     def _probe(
         self,
-        call: Callable[[dict[str, Any]], Tensor],
+        call: Callable[..., Tensor],
         slab: KVSlab,
         n: int,
         span: int,
@@ -364,7 +385,7 @@ class CompiledModel(LanguageModel):
         positions = torch.arange(n) % (self.max_positions or n)
         visible = torch.arange(span) <= rows[:, None]
         tokens = torch.arange(n) % self.vocab_size
-        return self._inner.read(call, slab, tokens, rows, positions, visible, kind == "prompt")
+        return call(slab, tokens, rows, positions, visible, kind == "prompt")
 
 
 def _ignore(done: int, total: int) -> None:

@@ -170,16 +170,23 @@ class KVSlab(Cache):  # type: ignore[misc]
 
     @classmethod
     def over(
-        cls, n_layers: int, stored: Mapping[int, Tensor], rows: Tensor, span: int, past: Tensor
+        cls,
+        n_layers: int,
+        stored: Mapping[int, Tensor],
+        rows: Tensor,
+        span: int,
+        past: Tensor,
+        positions: Tensor | None = None,
     ) -> KVSlab:
         """A slab over keys and values that exist, aimed at ``rows`` for one forward.
 
         Parameters
         ----------
         stored : tensor [1, H, S, d] by slot. rows : int64 [n], to be written. span : rows that are
-        handed out (K). past : int64 [n], see ``past_per_query``.
+        handed out (K). past : int64 [n], see ``past_per_query``. positions : int64, of the rows.
         """
         slab = cls(n_layers, n_rows=1)
+        slab.positions = positions
         slab._aim.rows, slab._aim.span, slab._aim.past = rows, span, past
         for slot, tensor in stored.items():
             slab._open(slot, tensor)
@@ -238,6 +245,25 @@ class KVSlab(Cache):  # type: ignore[misc]
         the kernels of scaled_dot_product_attention copy a mask whose last axis is no multiple of 8
         (https://github.com/pytorch/pytorch/pull/114173).
         """
+        self.note_(rows, positions, span)
+        n = rows.shape[0]
+        aim = self._aim
+        # Once per forward, not once per layer; a layer on another device moves them itself.
+        aim.rows = rows if self._device is None else rows.to(self._device, non_blocking=True)
+        aim.past = span - n
+        if self.past_per_query:
+            aim.past = positions - torch.arange(n, device=positions.device)
+        reach = _round_up(span)
+        if reach != aim.span:
+            aim.span = reach
+            self._cut_views()
+        return reach
+
+    def note_(self, rows: Tensor, positions: Tensor, span: int) -> None:
+        """Check where a forward writes and how far it reads, and keep the rows' positions.
+
+        All that ``aim_`` does for a forward that is handed ``stored`` and cuts its own views.
+        """
         if span > self.n_rows:
             raise CapacityError(
                 f"the KV cache has {self.n_rows} rows and {span} are asked for: "
@@ -254,20 +280,8 @@ class KVSlab(Cache):  # type: ignore[misc]
                     f"a forward writes rows {listed[:8]} and reads the first {span}: "
                     "every row written must be among those read"
                 )
-        n = rows.shape[0]
-        aim = self._aim
-        # Once per forward, not once per layer; a layer on another device moves them itself.
-        aim.rows = rows if self._device is None else rows.to(self._device, non_blocking=True)
-        aim.past = span - n
-        if self.past_per_query:
-            aim.past = positions - torch.arange(n, device=positions.device)
         if self.positions is not None:
             self.positions.index_copy_(0, rows.to(self.positions.device), positions)
-        reach = _round_up(span)
-        if reach != aim.span:
-            aim.span = reach
-            self._cut_views()
-        return reach
 
     @property
     def destination(self) -> Tensor:

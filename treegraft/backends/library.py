@@ -15,11 +15,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 __all__ = ["Library", "cache_folder", "kept", "library_key"]
@@ -57,7 +57,7 @@ def library_key(model: nn.Module, form: Any) -> str | None:
     settings.pop("_name_or_path", None)
     told = {
         "format": _FORMAT,
-        "versions": (torch.__version__, transformers.__version__, sys.version_info[:2]),
+        "versions": (torch.__version__, version("transformers"), sys.version_info[:2]),
         "machine": (platform.machine(), torch.backends.cpu.get_cpu_capability(), _features()),
         "threads": torch.get_num_threads(),
         "modules": modules,

@@ -1,7 +1,7 @@
 """Programs: what the forwards of a model are compiled to.
 
-A program takes the arguments that the model's own forward would get and returns its logits. It is
-made by trial forwards, one query and several queries apart, and never while a text is decoded.
+A program stands for a model's forward. It is made by trial forwards, one for each kind, and never
+while a text is decoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor
 
-__all__ = ["Compiler", "NoProgramError", "Program", "TracedProgram", "read"]
+from treegraft.backends.hf import HFLanguageModel
+from treegraft.backends.kv import KVSlab
+
+__all__ = ["Compiler", "NoProgramError", "Program", "TracedProgram"]
 
 Compiler = Literal["aot", "inductor", "aot_eager", "eager"]
 
@@ -28,6 +31,8 @@ class NoProgramError(Exception):
 class Program(ABC):
     """The compiled forwards of one model.
 
+    The methods that run one take what ``LanguageModel.forward`` takes.
+
     Attributes
     ----------
     minds_inference_mode : whether what was made outside of it does not fit in it.
@@ -38,21 +43,43 @@ class Program(ABC):
     reads_prompts = False
 
     @abstractmethod
-    def trial(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]; makes a program if there is none for such a forward yet."""
+    def trial(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits [n, V]; makes a program if there is none for such a forward yet."""
 
     @abstractmethod
-    def __call__(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]; NoProgramError where a program would have to be made."""
+    def __call__(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits [n, V]; NoProgramError where a program would have to be made."""
+
+    @abstractmethod
+    def ready(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Callable[[], Any]:
+        """The forward alone, with all that it needs at hand."""
 
     def renew(self) -> None:  # noqa: B027 (most programs have nothing to do)
         """See weights that were given other memory. Called when a text begins."""
-
-
-def read(model: Any, arguments: dict[str, Any]) -> Tensor:
-    """Logits [1, n, V] of a model of transformers: what is compiled."""
-    logits: Tensor = model(**arguments).logits
-    return logits
 
 
 @final
@@ -61,19 +88,19 @@ class TracedProgram(Program):
 
     Parameters
     ----------
-    model : a causal LM of transformers. compiler : torch.compile's backend.
+    model : what is compiled. compiler : torch.compile's backend.
     """
 
     minds_inference_mode = True
 
-    def __init__(self, model: Any, compiler: Any) -> None:
+    def __init__(self, model: HFLanguageModel, compiler: Any) -> None:
         self._model = model
         # Every program belongs to a code object, and the limit on programs per code object would
         # be shared by all models of a process.
         self._read = cast(
             Callable[..., Tensor],
             torch.compile(
-                _own_code(read),
+                _own_code(_read),
                 fullgraph=True,
                 dynamic=True,
                 backend=compiler,
@@ -81,22 +108,37 @@ class TracedProgram(Program):
             ),
         )
 
-    def trial(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]: see Program.trial."""
+    def trial(self, *given: Any, **options: Any) -> Tensor:
+        """Logits [n, V]: see Program.trial."""
         # Scoped: the caller's own setting stands.
         with torch._dynamo.config.patch(recompile_limit=16, fail_on_recompile_limit_hit=True):
-            return self._read(self._model, arguments)
+            return self._model.read(
+                lambda arguments: self._read(self._model.model, arguments), *given, **options
+            )
 
-    def __call__(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]: see Program."""
+    def __call__(self, *given: Any, **options: Any) -> Tensor:
+        """Logits [n, V]: see Program."""
+        return self._model.read(self.run, *given, **options)
+
+    def ready(self, *given: Any, **options: Any) -> Callable[[], Any]:
+        """The forward alone: see Program.ready."""
+        return self._model.ready(self.run, *given, **options)
+
+    def run(self, arguments: dict[str, Any]) -> Tensor:
+        """Logits [1, n, V] for the arguments of the model's own forward."""
         try:
             # Only for this call, and no program is made in it.
             with torch.compiler.set_stance("fail_on_recompile"):
-                return self._read(self._model, arguments)
+                return self._read(self._model.model, arguments)
         except RuntimeError as error:
             if "fail_on_recompile" not in str(error):
                 raise
             raise NoProgramError from error
+
+
+def _read(model: Any, arguments: dict[str, Any]) -> Tensor:
+    logits: Tensor = model(**arguments).logits
+    return logits
 
 
 def _that_vary(guards: Sequence[Any]) -> list[bool]:

@@ -420,7 +420,9 @@ def _name(drafter: DrafterConfig) -> str:
     if drafter.name is not None:
         return drafter.name
     if isinstance(drafter, ModelDrafterConfig):
-        return drafter.model.replace(":", "/").rstrip("/").split("/")[-1]
+        model, _, layers = drafter.model.partition("[:")
+        name = model.replace(":", "/").rstrip("/").split("/")[-1]
+        return f"{name}-{layers.rstrip(']')}" if layers else name
     return drafter.kind.split(":")[-1]
 
 
