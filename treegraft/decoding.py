@@ -176,7 +176,6 @@ class Decoding:
             tokens = self._cut(verdict.tokens)
             path = verdict.path[: len(tokens)]
             self.history.extend(tokens)
-            self._noise.forget_before(len(self.history.tokens))
             top, tree_top = None, None
             if self._top_k is not None:
                 rows = torch.tensor([ROOT, *verdict.path][: len(tokens)], device=logits.device)

@@ -276,7 +276,7 @@ class Drafting:
         if deepest > max_depth:
             raise TreeError(f"the text has room for a depth of {max_depth}, found {deepest}")
         n_drawn = self.tree.n_drawn
-        n_slots = 0 if tree.ledger is None else int((tree.ledger.row >= 0).sum())
+        n_slots = 0 if tree.ledger is None else sum(row >= 0 for row in tree.ledger.row.tolist())
         if self.parts.verifier.needs_ledger and n_slots != n_drawn:
             raise TreeError(
                 f"the pruned tree's ledger must hold all {n_drawn} draws, found {n_slots}; prune "

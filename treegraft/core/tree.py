@@ -129,28 +129,26 @@ class Proposals:
             )
         if self.q is None or self.q.dim() != 2 or not self.q.is_floating_point():
             raise TreeError("drawn proposals need q of shape [Q, V] and a float type")
-        q, tokens, rows = self.q, self.tokens, draw.tolist()
-        if min(rows) < -1 or max(rows) >= q.shape[0]:
-            raise TreeError(
-                f"proposal draws must name rows -1..{q.shape[0] - 1} of q, found {rows}"
-            )
-        if not bool(((q >= 0) & (q <= 1)).all()) or bool((q.sum(1) - 1).abs().gt(1e-3).any()):
+        rows, tokens = draw.tolist(), self.tokens.tolist()
+        q = self.q.detach().to(torch.float64).numpy()
+        n_rows, vocab_size = q.shape
+        if min(rows) < -1 or max(rows) >= n_rows:
+            raise TreeError(f"proposal draws must name rows -1..{n_rows - 1} of q, found {rows}")
+        # Written so that NaN fails.
+        if q.size and not (q.min() >= 0.0 and q.max() <= 1.0 and abs(q.sum(1) - 1).max() <= 1e-3):
             raise TreeError("drawn proposals need rows of q that are probabilities and sum to 1")
-        drawn = draw >= 0
-        if bool((tokens[drawn, 1:] != -1).any()):
-            raise TreeError("a drawn path must be one token long")
-        first = tokens[drawn, 0]
-        if bool(((first < 0) | (first >= q.shape[1])).any()):
-            raise TreeError(f"drawn tokens must be 0..{q.shape[1] - 1}, found {first.tolist()}")
-        if bool((q[draw[drawn], first] <= 0).any()):
-            raise TreeError("a token of probability 0 cannot have been drawn")
         under: dict[int, int] = {}
         taken: set[tuple[int, int]] = set()
-        for position, row, token in zip(
-            self.positions.tolist(), rows, tokens[:, 0].tolist(), strict=True
-        ):
+        for position, row, path in zip(self.positions.tolist(), rows, tokens, strict=True):
             if row < 0:
                 continue
+            token = path[0]
+            if any(after != -1 for after in path[1:]):
+                raise TreeError("a drawn path must be one token long")
+            if not 0 <= token < vocab_size:
+                raise TreeError(f"drawn tokens must be 0..{vocab_size - 1}, found {token}")
+            if q[row, token] <= 0.0:
+                raise TreeError("a token of probability 0 cannot have been drawn")
             if under.setdefault(row, position) != position:
                 raise TreeError(f"draws from row {row} of q must hang under one node")
             if (row, token) in taken:
@@ -196,8 +194,9 @@ class Ledger:
 
     def under(self, node: int) -> list[tuple[int, int, int, int]]:
         """(slot, token, child, row) of every slot proposed under ``node``, in order."""
-        slots = (self.node == node).nonzero()[:, 0].tolist()
-        return [(s, int(self.token[s]), int(self.child[s]), int(self.row[s])) for s in slots]
+        columns = (self.node, self.token, self.child, self.row)
+        slots = enumerate(zip(*(column.tolist() for column in columns), strict=True))
+        return [(slot, *rest) for slot, (above, *rest) in slots if above == node]
 
 
 def _left_aligned(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treegraft.core.language_model import LanguageModel, extend, has_nan
 from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
-from treegraft.core.sampling import keyed_gumbel
+from treegraft.core.sampling import keyed_top
 from treegraft.core.tree import ROOT, Proposals
 
 
@@ -205,42 +205,37 @@ class LmDrafter(ScoringDrafter):
         )
 
     def _drawn(self, logq: Tensor, positions: Tensor, width: int) -> Proposals:
-        """Children of ``positions`` [k] given log q float32 [k, V], some of them drawn.
-
-        The highest of log q + Gumbel noise are draws without replacement in their order (Gumbel
-        top-k; Kool et al. 2019).
-        """
-        n, vocab_size = logq.shape
-        # As the target's logits are: a tiny temperature must not make all of them infinite.
-        shifted = logq.double() - logq.double().amax(-1, keepdim=True)
-        tempered = (shifted / max(self._temperature, 1e-30)).log_softmax(-1)
-        noise = torch.stack(
-            [
-                keyed_gumbel(
-                    self._seed, len(self._text), vocab_size, self._stream, self._n_draws + i
-                )
-                for i in range(n)
-            ]
-        )
-        self._n_draws += n
+        """Children of ``positions`` [k] given log q float32 [k, V], some of them drawn."""
+        own = logq.numpy()
+        n, vocab_size = own.shape
         n_drawn = min(width if self._children == "sample" else 1, vocab_size)
-        drawn = (tempered + noise).topk(n_drawn, dim=-1).indices
-        likeliest = logq.topk(min(width - n_drawn, vocab_size), dim=-1).indices
-        tokens = torch.cat([drawn, likeliest], dim=1)
-        k = tokens.shape[1]
-        row = torch.arange(n)[:, None].expand(n, n_drawn)
-        draw = torch.cat([row, torch.full((n, k - n_drawn), -1)], dim=1).reshape(-1)
-        q = tempered.exp()
-        scores = logq.gather(1, tokens)
-        # A probability that underflowed to 0 cannot be drawn.
-        possible = (draw < 0) | (q.gather(1, tokens) > 0).reshape(-1)
+        n_likeliest = min(width - n_drawn, vocab_size)
+        tempered = own.astype(np.float64)
+        # As the target's logits are: a tiny temperature must not make all of them infinite.
+        tempered -= tempered.max(-1, keepdims=True)
+        tempered /= max(self._temperature, 1e-30)
+        q = np.exp(tempered)
+        q /= q.sum(-1, keepdims=True)
+        likeliest = logq.topk(n_likeliest, dim=-1).indices.tolist() if n_likeliest else [[]] * n
+        rows: list[int] = []
+        tokens: list[int] = []
+        draw: list[int] = []
+        for row in range(n):
+            place = (self._seed, len(self._text), self._stream, self._n_draws)
+            self._n_draws += 1
+            drawn = keyed_top(tempered[row], n_drawn, *place).tolist()
+            # A probability that underflowed to 0 cannot be drawn.
+            drawn = [token for token in drawn if q[row, token] > 0.0]
+            tokens += drawn + likeliest[row]
+            draw += [row] * len(drawn) + [-1] * len(likeliest[row])
+            rows += [row] * (len(drawn) + len(likeliest[row]))
         return Proposals(
-            positions.repeat_interleave(k)[possible],
-            tokens.reshape(-1, 1)[possible],
-            scores.reshape(-1, 1)[possible],
-            torch.zeros(n * k, dtype=torch.int64)[possible],
-            draw[possible],
-            q,
+            positions=torch.from_numpy(positions.numpy()[rows]),
+            tokens=torch.from_numpy(np.array(tokens, dtype=np.int64)[:, None]),
+            logprobs=torch.from_numpy(own[rows, tokens][:, None]),
+            match=torch.from_numpy(np.zeros(len(rows), dtype=np.int64)),
+            draw=torch.from_numpy(np.array(draw, dtype=np.int64)),
+            q=torch.from_numpy(q),
         )
 
     def _follow(self, tree: TreeBackend) -> int:
