@@ -253,7 +253,7 @@ def drawn_trees(draw: st.DrawFn) -> tuple[TokenTree, TokenTree]:
     budget = draw(st.integers(0, 9))
     made = []
     calls = draw(DRAWN_PATHS)
-    for backend in (TensorTree(V, n_slots=4), ReferenceTree(V)):
+    for backend in (TensorTree(V), ReferenceTree(V)):
         backend.reset_(token=0, max_depth=4, budget=budget)
         for position, tokens, n_drawn, weights in calls:
             position %= backend.n_nodes

@@ -316,6 +316,12 @@ def _truncate(raw: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
+def highest(logits: Tensor) -> int:
+    """Index of the highest of float [V]; the first one on ties, and NaN before all."""
+    # On the host numpy's argmax takes a tenth of torch's; elsewhere one number is to be copied.
+    return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
+
+
 @dataclass(slots=True)
 class TargetDistribution:
     """What the target says after every node of a tree, on demand and one node at a time.
@@ -362,21 +368,21 @@ class TargetDistribution:
 
     def position(self, index: int) -> int:
         """Place in the text of the token that follows node ``index``."""
-        return len(self.history.tokens) + int(self.tree.depth[index])
+        return len(self.history.tokens) + self.tree.lists().depth[index]
 
     def token(self, index: int) -> int:
         """The one token that the target takes after node ``index``."""
         logits = self.processed(index)
         if self.sampling.temperature != 0.0:
             return self.noise.token(self.position(index), logits)
-        return int(logits.argmax())
+        return highest(logits)
 
     def probabilities(self, index: int) -> Tensor:
         """float64 [V] on the host: law of the token after node ``index`` (one-hot if greedy)."""
         logits = self.processed(index)
         if self.sampling.temperature == 0.0:
             law = torch.zeros(logits.shape[-1], dtype=torch.float64)
-            law[int(logits.argmax())] = 1.0
+            law[highest(logits)] = 1.0
             return law
         scores = logits.cpu().numpy().astype(np.float64)
         with np.errstate(invalid="ignore"):  # where every token is excluded

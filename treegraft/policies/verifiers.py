@@ -229,5 +229,5 @@ def _pick(law: NDArray[np.float64], position: int, target: TargetDistribution) -
 
 
 def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
-    parent, token = tree.parent.tolist(), tree.token.tolist()
+    parent, token = tree.lists().parent, tree.lists().token
     return {(parent[i], token[i]): i for i in range(1, len(token))}
