@@ -46,7 +46,7 @@ from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.value import ValueConfig
-from treegraft.scheduler import build_scheduler, costs_elsewhere
+from treegraft.scheduler import build_scheduler, fitted_elsewhere
 from treegraft.text import StopStrings, TextStream
 
 
@@ -507,5 +507,5 @@ def build_pipeline(
         loader.no_tokenizer(source),
         calibration,
         models_used,
-        () if artefact is None else costs_elsewhere(config, artefact),
+        fitted_elsewhere(config, artefact),
     )
