@@ -6,6 +6,7 @@ index arithmetic is numpy's (docs/decisions/0002-host-tree.md); what touches V i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from treegraft.core.language_model import LanguageModel, extend, has_nan
+from treegraft.core.offers import Offers
 from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
 from treegraft.core.sampling import keyed_gumbel
 from treegraft.core.tree import ROOT, Proposals
@@ -92,6 +94,8 @@ class LmDrafter(ScoringDrafter):
         self._n_kv = 0
         self._spoiled = False
         self._logq = torch.empty(0)
+        # Paths a place that ``offers`` was last asked for; 0: nobody asks.
+        self._asked = 0
         self._clear_tree()
 
     def _clear_tree(self) -> None:
@@ -107,6 +111,8 @@ class LmDrafter(ScoringDrafter):
         self._scored[ROOT] = True
         # Draws of this step, so that no two use the same noise.
         self._n_draws = 0
+        # What follows text that was read late, if somebody asks (see ``offers``).
+        self._late: dict[int, list[list[int]]] = {}
 
     def begin(self, context: Context) -> None:
         self._text = list(context.tokens)
@@ -204,6 +210,28 @@ class LmDrafter(ScoringDrafter):
             torch.from_numpy(np.zeros(len(places) * k, dtype=np.int64)),
         )
 
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        """Its likeliest tokens behind the nodes that it has read, and behind text read late.
+
+        Where it draws its children these are what it would have drawn most often. Text that it was
+        not called for it reads with its next call, and tells then what it had thought of the last
+        16 tokens of it.
+        """
+        self._asked = width
+        self._follow(tree)
+        read = [(j, int(self._rank[node])) for j, node in enumerate(path) if self._rank[node] >= 0]
+        if not read:
+            return self._late
+        ranks = torch.tensor([rank for _, rank in read], device=self._logq.device)
+        tokens = self._likeliest(self._logq.index_select(0, ranks), width)
+        return self._late | dict(zip((j for j, _ in read), tokens, strict=True))
+
+    def _likeliest(self, logq: Tensor, width: int) -> list[list[list[int]]]:
+        """The likeliest tokens of each row as paths."""
+        top = logq.topk(min(width, self._model.vocab_size), dim=-1).indices
+        paths: list[list[list[int]]] = top[..., None].tolist()
+        return paths
+
     def _drawn(self, logq: Tensor, positions: Tensor, width: int) -> Proposals:
         """Children of ``positions`` [k] given log q float32 [k, V], some of them drawn.
 
@@ -294,6 +322,9 @@ class LmDrafter(ScoringDrafter):
             torch.from_numpy(visible),
         )
         self._spoiled = self._spoiled or has_nan(logits)
+        if n_text and self._asked:
+            likeliest = self._likeliest(logits[:n_text], self._asked)
+            self._late = dict(enumerate(likeliest, -n_text))
         self._keep(logits[n_text:], first, last)
         self._n_kv = max(self._n_kv, base)
 
