@@ -175,5 +175,8 @@ class Faulty(ScoringDrafter):
         first = positions[:1].tolist()
         return self._act("propose", Proposals.of_paths(first, [[1]], [[-0.1]]))
 
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return self._act("offers", {0: [[1]]})
+
     def score(self, tree: TreeBackend) -> Tensor:
         return self._act("score", torch.full((tree.n_nodes,), -0.1), tree.n_nodes)

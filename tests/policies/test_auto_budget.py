@@ -24,6 +24,7 @@ from treegraft.core.tree import Proposals
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.budget import AutoBudgetBuilder, expected_tokens, first_peak
 from treegraft.policies.builders import LayeredBuilder, LayeredConfig
+from treegraft.scheduling.collect import check_collectable
 
 V = 8
 TARGET = hashed_model(V, seed=1, order=6)
@@ -210,6 +211,12 @@ def test_what_was_drawn_is_verified_whatever_it_costs() -> None:
 
 
 # --- edges ----------------------------------------------------------------------------------------
+
+
+def test_schedules_are_not_evaluated_offline_with_it() -> None:
+    """Nor can they be, as scores that are learned would depend on earlier schedules."""
+    with pytest.raises(ConfigError, match=r"calibration\.kind must be 'none' to evaluate"):
+        check_collectable(parse_config(config()))
 
 
 def test_the_slab_has_room_for_the_limit() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treegraft.backends.reference import plain_tokens
 from treegraft.config import parse_config
-from treegraft.core.errors import ConfigError
+from treegraft.core.errors import ConfigError, DrafterError
 from treegraft.core.sampling import Sampling
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.online import Hedge, OnlineScheduler
@@ -244,6 +244,23 @@ def test_a_drafter_that_does_not_tell_is_refused_by_name() -> None:
         "scheduler.kind 'online' learns from what drafters would have proposed, and 'mine' "
         "(my_lab:QuietDrafter) does not tell: define offers, or take another scheduler"
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("value", "ValueError: no such thing"),
+        ("list", "TypeError: a mapping of places to paths must be returned, found list"),
+    ],
+)
+def test_a_drafter_that_fails_to_tell_is_named(answer: str, message: str) -> None:
+    params = {"method": "offers", "answer": answer, "after": 2}
+    faulty = {"kind": "adversarial_drafters:Faulty", "name": "mine", "params": params}
+    made = pipeline(faulty, costs={"mine": 1.0}, target_cost=1.0)
+    with pytest.raises(DrafterError) as caught:
+        made.generate([1, 2, 3], max_new_tokens=30)
+    assert str(caught.value) == f"drafter 'mine' failed in offers: {message}"
+    assert made.parts.watch._stages == ["host"]
 
 
 def test_no_drafters_and_no_layers_are_plain_decoding() -> None:

@@ -27,7 +27,7 @@ class OnlineConfig(BaseModel):
 
     kind: Literal["online"] = "online"
     learning_rate: float = Field(
-        2.0,
+        4.0,
         gt=0.0,
         le=100.0,
         allow_inf_nan=False,
@@ -35,7 +35,7 @@ class OnlineConfig(BaseModel):
         "number follows the last tokens, a smaller one the whole text.",
     )
     share: float = Field(
-        0.02,
+        0.002,
         ge=0.0,
         lt=1.0,
         description="Part of the weight that is dealt out evenly with every token, so that a "
@@ -93,7 +93,7 @@ _LEAST = 1e-100
 _WORST = 2.0
 """Seconds a token, in those of a plain step, from which on one schedule is as bad as another."""
 _RECENT = 16
-"""Visits that the mean number of nodes which a drafter adds looks back on."""
+"""Visits that mean numbers of nodes look back on."""
 _EVERY = 8
 """Tokens after which the schedules are replayed."""
 
@@ -141,6 +141,8 @@ class OnlineScheduler(Scheduler):
         self._silence = [0] * len(names)
         self._visited = [False] * len(names)
         self._added: Floats = np.zeros((2, len(names)))
+        # Nodes that the target reads of trees that were too large; the builder's budget if fixed.
+        self._read = float(budget)
         self._calls: tuple[int, ...] = ()
         self._n_nodes: list[int] = []
         # Steps that are still to be compared with what was to be expected of them.
@@ -204,7 +206,7 @@ class OnlineScheduler(Scheduler):
         costs = self._costs
         visits = [costs.visit(i) for i in range(len(self._silence))]
         per_visit = np.array([np.nan if cost is None else cost for cost in visits])
-        nodes = np.minimum(self.schedules.summed(*self._added), self._budget) + 1
+        nodes = np.minimum(self.schedules.summed(*self._added), self._read) + 1
         return self.schedules.summed(per_visit, per_visit) + costs.forward(nodes) + costs.rest
 
     def finish(self, record: StepRecord) -> None:
@@ -217,6 +219,8 @@ class OnlineScheduler(Scheduler):
             later = min(layer, 1)
             weight = 1 / _RECENT if self._added[later, who] else 1.0
             self._added[later, who] += weight * (end - begin - self._added[later, who])
+        if sum(record.drafted) >= record.n_tree:
+            self._read += (record.n_tree - 1 - self._read) / _RECENT
         if record.calls:
             place = self._log.end - record.n_new
             self._carried_out.append((place, record.calls, record.n_path))
