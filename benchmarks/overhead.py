@@ -140,7 +140,7 @@ def main(
     threads: Annotated[int, typer.Option(min=1)] = 1,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     compile_: Annotated[
-        str, typer.Option("--compile", help="off, or auto or on with a compiler: auto:inductor.")
+        str, typer.Option("--compile", help="off, auto, on, or with a compiler: auto:inductor.")
     ] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
@@ -149,7 +149,7 @@ def main(
     clock = time.thread_time if threads == 1 else time.perf_counter
     sizes = [int(size) for size in contexts.split(",")]
     mode, _, compiler = compile_.partition(":")
-    made: dict[str, Any] = {"mode": mode, "compiler": compiler or "inductor"}
+    made: dict[str, Any] = {"mode": mode, "compiler": compiler or None}
     plan = None if mode == "off" else GraphPlan(**made)
     models: dict[str, LanguageModel] = {}
     arms: list[Arm] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from treegraft.backends.datastore import Datastore, check_tokenizer, open_datastore
-from treegraft.backends.sources import check_device, resolve, resolve_head
+from treegraft.backends.sources import check_device, resolve, resolve_head, split_layers
 from treegraft.backends.vocabulary import check_vocabularies, fingerprint
 from treegraft.config import BackendConfig
 from treegraft.core.draft_head import DraftHead
@@ -33,7 +33,7 @@ class Loader:
                 self._heads[name, None] = model
             else:
                 self._models[name] = model
-        self._compiled: dict[tuple[str, str, str, bool], LanguageModel] = {}
+        self._compiled: dict[tuple[str, str, str | None, bool], LanguageModel] = {}
         self._tokenizers: dict[str, tuple[Any, str]] = {}
         self._datastores: dict[str, Datastore] = {}
 
@@ -46,8 +46,9 @@ class Loader:
         for source in sources:
             if (source, None) in self._heads:
                 raise ConfigError(f"{source!r} is a draft head: name it as model of kind head")
-            if source not in self._models:
-                resolve(source)
+            base, _ = split_layers(source)
+            if source not in self._models and base not in self._models:
+                resolve(base)
 
     def check_head(self, source: str) -> None:
         """ConfigError unless this is the name of a draft head, before anything is loaded."""
@@ -77,7 +78,10 @@ class Loader:
         return head
 
     def model(self, source: str) -> LanguageModel:
-        """The model of this name, loaded at most once."""
+        """The model of this name, loaded at most once; ``NAME[:N]`` shares the weights of NAME."""
+        base, n_layers = split_layers(source)
+        if source not in self._models and n_layers is not None:
+            self._models[source] = _prefix(self.model(base), source, n_layers)
         if source not in self._models:
             from treegraft.backends.hf import load_model
 
@@ -164,6 +168,7 @@ class Loader:
         return self._tokenizer(source)[1]
 
     def _tokenizer(self, source: str) -> tuple[Any, str]:
+        source, _ = split_layers(source)
         if source not in self._tokenizers:
             if source in self._given:
                 return None, f"model {source!r} was handed in without one"
@@ -191,6 +196,18 @@ class Loader:
             self.model(drafter).vocab_size,
             (target, drafter),
         )
+
+
+def _prefix(model: LanguageModel, source: str, n_layers: int) -> LanguageModel:
+    from treegraft.backends.hf import HFLanguageModel
+    from treegraft.backends.prefix import first_layers
+
+    if not isinstance(model, HFLanguageModel):
+        raise ConfigError(
+            f"model {source!r}: only of models of transformers the first layers can be taken, "
+            f"found {type(model).__name__}"
+        )
+    return HFLanguageModel(first_layers(model.model, n_layers, source), name=source)
 
 
 def _nobody(source: str, done: int, total: int) -> None:

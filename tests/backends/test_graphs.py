@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from table_models import hashed_model
 from torch._dynamo.utils import counters
 
-from treegraft.backends.graphs import BUCKETS, CompiledModel, GraphPlan, pad
+from treegraft.backends.buckets import BUCKETS, bucket_of, pad
+from treegraft.backends.graphs import CompiledModel, GraphPlan
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.config import parse_config
 from treegraft.core.errors import ConfigError
@@ -205,12 +206,11 @@ def test_buckets_change_no_token_and_what_fits_none_is_counted(
     assert found.statistics.as_dict()["forwards"]["target"]["outside"] == 1
 
 
-def test_a_bucket_is_the_smallest_that_holds_queries_and_span(compiled: CompiledModel) -> None:
-    slab = compiled.new_cache(1000)
-    assert compiled.bucket(1, 200, slab) == (1, 256)
-    assert compiled.bucket(9, 257, slab) == (16, 512)
-    assert compiled.bucket(64, 1000, slab) == (64, 1000)  # not the next power of two
-    assert compiled.bucket(257, 300, slab) is None
+def test_a_bucket_is_the_smallest_that_holds_queries_and_span() -> None:
+    assert bucket_of(1, 200, 1000) == (1, 256)
+    assert bucket_of(9, 257, 1000) == (16, 512)
+    assert bucket_of(64, 1000, 1000) == (64, 1000)  # not the next power of two
+    assert bucket_of(257, 300, 1000) is None
 
 
 # What does not fit, and whose fault it is.

@@ -21,6 +21,7 @@ from backends.teacher_forcing import misses
 from torch import Tensor
 
 from treegraft.backends.hf import HFLanguageModel
+from treegraft.backends.masks import TreeMasks
 from treegraft.config import parse_config
 from treegraft.core.language_model import LanguageModel
 from treegraft.pipeline import build_pipeline
@@ -111,13 +112,13 @@ def test_no_row_of_a_mask_is_fully_hidden(
 ) -> None:
     """With the narrowest windows there are; a row that sees nothing averages over everything."""
     rows_seen: list[Tensor] = []
-    additive = HFLanguageModel._additive
+    additive = TreeMasks._additive
 
     def looking(self: HFLanguageModel, seen: Tensor, span: int) -> Any:
         rows_seen.append(seen.sum(1))
         return additive(self, seen, span)
 
-    monkeypatch.setattr(HFLanguageModel, "_additive", looking)
+    monkeypatch.setattr(TreeMasks, "_additive", looking)
     key = "attention_chunk_size" if name == "llama4" else "sliding_window"
     model, near = (make(name, dtype=torch.float64, **{key: window}) for make in (build, near_copy))
     plain, drafted = pipelines(model, {"near": near}, ["near", "ngram", "near"], 30)

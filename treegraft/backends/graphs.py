@@ -11,39 +11,34 @@ rows, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import FunctionType
-from typing import Any, Literal, cast, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
+from treegraft.backends.aot import AotProgram
+from treegraft.backends.buckets import BUCKETS, ROWS_STEP, CudaGraphs, bucket_of, pad
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.kv import KVSlab
+from treegraft.backends.programs import Compiler, NoProgramError, Program, TracedProgram
 from treegraft.backends.selftest import allowed_error, relative_error
 from treegraft.backends.sources import one_line
 from treegraft.core.errors import ConfigError
 from treegraft.core.language_model import ForwardCounts, LanguageModel
 
-__all__ = ["BUCKETS", "CompiledModel", "ForwardChoice", "GraphPlan", "GraphReport"]
-
-Compiler = Literal["inductor", "aot_eager", "eager"]
-
-BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Numbers of queries (N) that a padded forward has."""
-_FIRST_SPAN = 256  # rows; the spans of padded forwards are this and its doubles, and S
-_ROWS_STEP = 64  # S of a padded slab is a multiple
+__all__ = ["CompiledModel", "ForwardChoice", "GraphPlan", "GraphReport"]
 
 # n and K of the forwards that programs are made from, and S of their slabs. Sizes that are equal
 # where a program is made would be taken for one and the same, so no two of these agree, nor any
 # with a usual number of heads or a head size.
 _TRACED = ((592, 704), (80, 320))
-_QUERIES = {"one query": (1, 1), "several queries": (23, 7)}
+_QUERIES = {"one query": (1, 1), "several queries": (23, 7), "prompt": (23, 7)}
+_PROMPT = 64  # tokens of a prompt that is timed
 _SPARE = 16  # rows behind a slab that is not padded
+_TIMED_SPAN = 256
 _ROUNDS = 9  # of timing, after two that are not counted
 
 
@@ -54,14 +49,15 @@ class GraphPlan:
     Attributes
     ----------
     mode : ``on`` compiles or raises; ``auto`` measures, keeps what is faster and says what that is.
-    compiler : torch.compile's backend. ``eager`` and ``aot_eager`` only take Python out of the
-        forward and need no C++ compiler.
+    compiler : ``aot`` is Inductor ahead of time; the others are backends of torch.compile, of which
+        ``eager`` and ``aot_eager`` only take Python out of the forward and need no C++ compiler.
+        None: ``aot`` on a CPU and ``inductor`` on a GPU.
     buckets : pad forwards to fixed N and K, which a CUDA graph needs.
     n_nodes : queries of a usual wide forward, at which ``auto`` measures.
     """
 
     mode: Literal["on", "auto"] = "on"
-    compiler: Compiler = "inductor"
+    compiler: Compiler | None = None
     buckets: bool = False
     n_nodes: int = 9
 
@@ -124,8 +120,9 @@ class CompiledModel(LanguageModel):
     What is compiled is the model as it stands now. Weights are read anew by every forward; hooks or
     adapters that are put on its modules later are not seen.
 
-    Forwards for the last query alone (prefill) stay eager: their sizes are the prompts'. So do
-    those that hand out hidden states, which a hook takes from the model; they count as outside.
+    Forwards for the last query alone (prefill) stay eager where they are padded or torch.compile
+    makes the programs. So do those that hand out hidden states, which a hook takes from the model;
+    they count as outside.
 
     Parameters
     ----------
@@ -136,7 +133,7 @@ class CompiledModel(LanguageModel):
     Attributes
     ----------
     report : what was decided about the model. graphs : what the warm-up made of it.
-    forward_counts : how the forwards ran, from the first on.
+    forward_counts : how the forwards ran, from the first on. padded : whether they go by buckets.
 
     Raises
     ------
@@ -158,11 +155,11 @@ class CompiledModel(LanguageModel):
         self.hidden_size = model.hidden_size
         self.device = model.device
         self.forward_counts = self._counts = ForwardCounts()
-        self._buckets = plan.buckets
+        self.padded = plan.buckets
         self._capture = plan.buckets and model.device.type == "cuda"
-        self._graphs = _CudaGraphs(self.device) if self._capture else None
-        self._compiled: dict[str, bool] = dict.fromkeys(_QUERIES, False)
-        self._program: Callable[..., Tensor] = _read
+        self._graphs = CudaGraphs(self.device) if self._capture else None
+        self._compiled: dict[str, bool] = {}
+        self._program: Program | None = None
         self._made_with: tuple[Any, ...] = ()
         self.graphs = self._warm_up(plan, on_progress or _ignore)
         self.compiled_as = str(self.graphs)
@@ -173,9 +170,11 @@ class CompiledModel(LanguageModel):
         Without, a few: no span is then the whole slab, whose strides no program fits, and the end
         of a text is read like the rest of it.
         """
-        if not self._buckets:
+        if self._program is not None:
+            self._program.renew()
+        if not self.padded:
             return self._inner.new_cache(n_rows, old, n_spare=_SPARE)
-        n_rows = -(-n_rows // _ROWS_STEP) * _ROWS_STEP
+        n_rows = -(-n_rows // ROWS_STEP) * ROWS_STEP
         return self._inner.new_cache(n_rows, old, n_spare=BUCKETS[-1])
 
     def move_(self, cache: KVSlab, source: Tensor, target: Tensor) -> None:
@@ -193,28 +192,26 @@ class CompiledModel(LanguageModel):
     ) -> Tensor:
         """Read ``n`` tokens and return their next-token logits: see LanguageModel.forward."""
         n = tokens.shape[0]
+        last_only = last_only and n > 1
         given = (tokens, rows, positions, visible)
+        if not self.padded:
+            return self._run(cache, *given, last_only)
         if last_only:
             self._counts.eager += 1
             return self._inner.forward(cache, *given, last_only=True)
-        if not self._buckets:
-            return self._inner.read(self.run, cache, *given)
-        bucket = self.bucket(n, visible.shape[1], cache)
+        bucket = bucket_of(n, visible.shape[1], cache.n_rows)
         if bucket is None:
             self._counts.outside += 1
             return self._inner.forward(cache, *given)
         padded = pad(cache, *given, bucket)
-
-        graphs = self._graphs
-        if graphs is None:
-            return self._inner.read(self.run, cache, *padded)[:n]
-        before = replace(self._counts)
+        graphs, program = self._graphs, self._fitting(bucket[0], False)
+        if graphs is None or program is None:
+            return self._run(cache, *padded)[:n]
+        assert isinstance(program, TracedProgram)
         logits = self._inner.read(
-            lambda arguments: graphs.run(self.run, arguments, bucket, cache), cache, *padded
+            lambda arguments: graphs.run(program.run, arguments, bucket, cache), cache, *padded
         )
-        # A replay is one forward, and so are the three calls that a capture takes.
-        self._counts.compiled = before.compiled + 1
-        self._counts.eager, self._counts.outside = before.eager, before.outside
+        self._counts.compiled += 1
         return logits[:n]
 
     def forward_hidden(
@@ -224,46 +221,58 @@ class CompiledModel(LanguageModel):
         self._counts.outside += 1
         return self._inner.forward_hidden(cache, tokens, rows, positions, visible)
 
-    def bucket(self, n: int, span: int, cache: KVSlab) -> tuple[int, int] | None:
-        """N and K of the padded forward that takes ``n`` queries and ``span`` rows; None if none.
+    def ready(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Callable[[], Any]:
+        """The forward alone, without padding, for one call; it is not counted."""
+        last_only = last_only and tokens.shape[0] > 1
+        program = self._fitting(tokens.shape[0], last_only)
+        given = (cache, tokens, rows, positions, visible, last_only)
+        if program is None:
+            return self._inner.ready(self._inner.call, *given)
+        return program.ready(*given)
 
-        K is the cache's whole length where the next power of two is longer.
-        """
-        n_queries = next((size for size in BUCKETS if size >= n), None)
-        if n_queries is None or span > cache.n_rows:
-            return None
-        reach = _FIRST_SPAN
-        while reach < span:
-            reach *= 2
-        return n_queries, min(reach, cache.n_rows)
-
-    def run(self, arguments: dict[str, Any]) -> Tensor:
-        """Logits [1, n, V]: compiled where that was chosen and fits, else eager, and counted."""
-        if not self._compiled[_kind(arguments["input_ids"].shape[1])]:
+    def _run(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits: compiled where that was chosen and fits, else eager, and counted."""
+        program = self._fitting(tokens.shape[0], last_only)
+        if program is None:
             self._counts.eager += 1
-            return _read(self.model, arguments)
-        if self._settings() != self._made_with:
-            self._counts.outside += 1
-            return _read(self.model, arguments)
+            return self._inner.forward(cache, tokens, rows, positions, visible, last_only)
         try:
-            # Only for this call, and no program is made in it.
-            with torch.compiler.set_stance("fail_on_recompile"):
-                logits = self._program(self.model, arguments)
-        except RuntimeError as error:
-            if "fail_on_recompile" not in str(error):
-                raise
-            # Found out before the forward began.
+            if self._settings(program) != self._made_with:
+                raise NoProgramError
+            logits = program(cache, tokens, rows, positions, visible, last_only)
+        except NoProgramError:
             self._counts.outside += 1
-            return _read(self.model, arguments)
+            return self._inner.forward(cache, tokens, rows, positions, visible, last_only)
         self._counts.compiled += 1
         return logits
 
-    def _settings(self) -> tuple[Any, ...]:
+    def _fitting(self, n: int, last_only: bool) -> Program | None:
+        """The program, if it was chosen for forwards of this kind."""
+        kind = "prompt" if last_only else "one query" if n == 1 else "several queries"
+        return self._program if self._compiled.get(kind) else None
+
+    def _settings(self, program: Program) -> tuple[Any, ...]:
         """What a program relies on besides its arguments and is cheap to look at."""
         weight = self._inner.weight
         return (
             torch.get_num_threads(),
-            torch.is_inference_mode_enabled(),
+            program.minds_inference_mode and torch.is_inference_mode_enabled(),
             self.model.training,
             weight.dtype,
             weight.device,
@@ -271,9 +280,11 @@ class CompiledModel(LanguageModel):
 
     def _warm_up(self, plan: GraphPlan, on_progress: Callable[[int, int], None]) -> GraphReport:
         began = time.perf_counter()
-        compilers: list[Compiler] = [plan.compiler]
-        if plan.mode == "auto" and plan.compiler != "eager":
-            compilers.append("eager")
+        usual: tuple[Compiler, ...] = ("aot", "inductor", "eager")
+        named = plan.compiler or ("aot" if self.device.type == "cpu" else "inductor")
+        compilers = [named]
+        if plan.mode == "auto":
+            compilers += usual[usual.index(named) + 1 if named in usual else 2 :]
         notes: list[str] = []
         for compiler in compilers:
             try:
@@ -289,7 +300,7 @@ class CompiledModel(LanguageModel):
                         "eager, which needs no C++ compiler"
                     ) from error
                 notes.append(f"{compiler} failed ({cause})")
-                self._program = _read
+                self._program = None
                 continue
             self._compiled = {choice.kind: choice.compiled for choice in choices}
             break
@@ -300,7 +311,7 @@ class CompiledModel(LanguageModel):
             compiler=compiler,
             choices=choices,
             seconds=time.perf_counter() - began,
-            buckets=self._buckets,
+            buckets=self.padded,
             captured=self._capture,
             notes=tuple(notes),
         )
@@ -309,32 +320,24 @@ class CompiledModel(LanguageModel):
         self, compiler: Compiler, plan: GraphPlan, on_progress: Callable[[int, int], None]
     ) -> tuple[ForwardChoice, ...]:
         """Make the programs, check their logits against the model's own, time both."""
-        # Every program belongs to a code object, and the limit on programs per code object would
-        # be shared by all models of a process.
-        program = cast(
-            Callable[..., Tensor],
-            torch.compile(
-                _own_code(_read),
-                fullgraph=True,
-                dynamic=True,
-                backend=compiler,
-                options={"guard_filter_fn": _that_vary},
-            ),
-        )
+        program: Program
+        if compiler == "aot":
+            if self._capture:
+                raise RuntimeError("its forwards are not captured: set backend.buckets to false")
+            program = AotProgram(self._inner)
+        else:
+            program = TracedProgram(self._inner, compiler)
         slabs = [(span, self._inner.new_cache(n_rows)) for span, n_rows in _TRACED]
         allowed = allowed_error(self.report, self.device)
-        on_progress(0, len(_QUERIES))
+        kinds = [kind for kind in _QUERIES if kind != "prompt" or self._reads_prompts(program)]
+        on_progress(0, len(kinds))
         choices = []
-        for done, (kind, sizes) in enumerate(_QUERIES.items(), 1):
+        for done, kind in enumerate(kinds, 1):
             # The second forward differs in every size; what the first one took for fixed becomes
             # symbolic here and not in a text.
-            for n, (span, slab) in zip(sizes, slabs, strict=True):
-                plain = self._probe(_read, slab, n, span)
-                # Scoped: the caller's own setting stands.
-                with torch._dynamo.config.patch(
-                    recompile_limit=16, fail_on_recompile_limit_hit=True
-                ):
-                    found = self._probe(program, slab, n, span)
+            for n, (span, slab) in zip(_QUERIES[kind], slabs, strict=True):
+                plain = self._probe(self._inner.forward, slab, n, span, kind)
+                found = self._probe(program.trial, slab, n, span, kind)
                 error = relative_error(found, plain, self.report.dtype)
                 if not error <= allowed:
                     raise ArithmeticError(
@@ -342,21 +345,20 @@ class CompiledModel(LanguageModel):
                         f"(allowed {allowed:.2g})"
                     )
             choices.append(self._time(kind, program, plan, slabs[0][1]))
-            on_progress(done, len(_QUERIES))
+            on_progress(done, len(kinds))
         self._program = program
-        self._made_with = self._settings()
+        self._made_with = self._settings(program)
         return tuple(choices)
 
-    def _time(
-        self, kind: str, program: Callable[..., Tensor], plan: GraphPlan, slab: KVSlab
-    ) -> ForwardChoice:
-        n = 1 if _QUERIES[kind][0] == 1 else min(max(2, plan.n_nodes), BUCKETS[-1])
-        taken: dict[Callable[..., Tensor], list[float]] = {_read: [], program: []}
+    def _time(self, kind: str, program: Program, plan: GraphPlan, slab: KVSlab) -> ForwardChoice:
+        usual = min(max(2, plan.n_nodes), BUCKETS[-1])
+        n = {"one query": 1, "several queries": usual, "prompt": _PROMPT}[kind]
+        taken: dict[Callable[..., Tensor], list[float]] = {self._inner.forward: [], program: []}
         for _ in range(2 + _ROUNDS):
             for call, seconds in taken.items():
                 self._wait()
                 began = time.perf_counter()
-                self._probe(call, slab, n, _FIRST_SPAN + n)
+                self._probe(call, slab, n, _TIMED_SPAN + n, kind)
                 self._wait()
                 seconds.append(time.perf_counter() - began)
         # What a busy machine does to a forward only ever adds to its time.
@@ -367,148 +369,23 @@ class CompiledModel(LanguageModel):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _probe(self, call: Callable[..., Tensor], slab: KVSlab, n: int, span: int) -> Tensor:
+    def _reads_prompts(self, program: Program) -> bool:
+        return program.reads_prompts and self.report.logits_to_keep and not self.padded
+
+    def _probe(
+        self,
+        call: Callable[..., Tensor],
+        slab: KVSlab,
+        n: int,
+        span: int,
+        kind: str,
+    ) -> Tensor:
         """Logits of ``n`` queries at the end of ``span`` rows of zeros."""
         rows = torch.arange(span - n, span)
         positions = torch.arange(n) % (self.max_positions or n)
         visible = torch.arange(span) <= rows[:, None]
         tokens = torch.arange(n) % self.vocab_size
-        return self._inner.read(
-            lambda arguments: call(self.model, arguments), slab, tokens, rows, positions, visible
-        )
-
-
-def pad(
-    cache: KVSlab,
-    tokens: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    visible: Tensor,
-    bucket: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of ``forward`` for N queries and K rows; the first n logits are the same.
-
-    A padding query reads id 0 at position 0, writes to a spare row of the cache, which nobody
-    reads, and sees row 0 alone: a row of nothing but masked columns may be NaN.
-    """
-    n, span = visible.shape
-    n_queries, reach = bucket
-    seen = visible.new_zeros(n_queries, reach)
-    seen[:n, :span] = visible
-    if n == n_queries:
-        return tokens, rows, positions, seen
-    seen[n:, 0] = True
-    nothing = tokens.new_zeros(n_queries - n)
-    spare = torch.arange(cache.first_spare, cache.first_spare + len(nothing), device=rows.device)
-    return (
-        torch.cat([tokens, nothing]),
-        torch.cat([rows, spare]),
-        torch.cat([positions, nothing.to(positions.device)]),
-        seen,
-    )
-
-
-class _CudaGraphs:
-    """One CUDA graph per slab and bucket, all in one memory pool.
-
-    A graph reads and writes fixed addresses: its arguments are copied into the tensors that it was
-    captured with, and its logits are copied out before the next replay can write over them. It
-    lives as long as the slab whose rows it writes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def run(
-        self,
-        call: Callable[[dict[str, Any]], Tensor],
-        arguments: dict[str, Any],
-        bucket: tuple[int, int],
-        slab: KVSlab,
-    ) -> Tensor:
-        """Logits [1, N, V] of ``call(arguments)``, replayed from the second time on."""
-        held = slab.graphs.get(bucket)
-        if held is None:
-            held = slab.graphs[bucket] = self._captured(call, arguments, slab)
-        graph, static, rows, logits = held
-        for name, value in arguments.items():
-            _copy(static[name], value)
-        if slab.destination is not rows:
-            rows.copy_(slab.destination)
-            slab.destination = rows
-        graph.replay()
-        return cast(Tensor, logits.clone())
-
-    def _captured(
-        self, call: Callable[[dict[str, Any]], Tensor], arguments: dict[str, Any], slab: KVSlab
-    ) -> tuple[Any, dict[str, Any], Tensor, Tensor]:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        static = {name: _clone(value) for name, value in arguments.items()}
-        rows = slab.destination = slab.destination.clone()
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        # Writing the same keys to the same rows again changes nothing.
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                call(static)
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = call(static)
-        return graph, static, rows, logits
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):  # one mask per layer type
-        return {key: _clone(inner) for key, inner in value.items()}
-    return value
-
-
-def _copy(into: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        into.copy_(value)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _copy(into[key], inner)
-
-
-def _read(model: Any, arguments: dict[str, Any]) -> Tensor:
-    """Logits [1, n, V] of a model of transformers: what is compiled."""
-    logits: Tensor = model(**arguments).logits
-    return logits
-
-
-def _that_vary(guards: Sequence[Any]) -> list[bool]:
-    """Which guards of a program are looked at in every call: those on what differs between calls.
-
-    The others, a thousand for four layers, say that modules, code and cache are as they were when
-    the program was made, and took a seventh of a forward to find that out again.
-    """
-    return [
-        guard.guard_type == "SHAPE_ENV"
-        or (guard.guard_type == "TENSOR_MATCH" and _ARGUMENT.fullmatch(guard.name) is not None)
-        for guard in guards
-    ]
-
-
-# Tensors given anew in every call, also in a dict of masks; not those of the cache.
-_ARGUMENT = re.compile(r"(L\[['\"])?arguments(['\"]\])?(\[['\"]\w+['\"]\])+")
-
-_numbers = itertools.count()
-
-
-def _own_code(function: Callable[..., Tensor]) -> FunctionType:
-    plain = cast(FunctionType, function)
-    code = plain.__code__.replace(co_name=f"{plain.__name__}_{next(_numbers)}")
-    return FunctionType(code, plain.__globals__, code.co_name)
-
-
-def _kind(n: int) -> str:
-    return "one query" if n == 1 else "several queries"
+        return call(slab, tokens, rows, positions, visible, kind == "prompt")
 
 
 def _ignore(done: int, total: int) -> None:

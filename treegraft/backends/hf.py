@@ -10,25 +10,26 @@ Shapes (docs/shapes.md): n queries of this forward, K kv span, S cache rows, V v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from treegraft.backends.adapter import CHUNKED, decide, label_of, refuse_config
+from treegraft.backends.adapter import decide, label_of, refuse_config
 from treegraft.backends.kv import KVSlab
+from treegraft.backends.masks import TreeMasks
+from treegraft.backends.prefix import first_layers
 from treegraft.backends.selftest import N_POSITIONS, allowed_error, tree_error
-from treegraft.backends.sources import one_line, parse_dtype, reading, resolve
+from treegraft.backends.sources import one_line, parse_dtype, reading, resolve, split_layers
 from treegraft.core.errors import ConfigError, TreegraftError, UnsupportedModelError
 from treegraft.core.language_model import LanguageModel
 
-__all__ = ["HFLanguageModel", "load_model", "load_tokenizer"]
+__all__ = ["HFLanguageModel", "load_model", "load_tokenizer", "logits_of"]
 
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "bpe")
 
@@ -53,6 +54,7 @@ class HFLanguageModel(LanguageModel):
     Attributes
     ----------
     report : what was decided about the model.
+    masks : makes its masks.
     model : the model as given. weight : its embedding, whose type and device stand for all.
     """
 
@@ -68,15 +70,7 @@ class HFLanguageModel(LanguageModel):
         self.device = self.weight.device
         self._layout: Any = None
         self._cache_keyword = report.cache_keyword
-        self._one_mask_per_type = report.mask_form != "tensor"
-        self._windowed = any(reach.window is not None for reach in report.reaches)
-        # The lowest finite number and not -inf: minus infinity less itself is NaN.
-        self._lowest = torch.finfo(report.dtype).min
-        self._shown = torch.zeros((), dtype=report.dtype, device=self.device)
-        self._hidden = torch.full_like(self._shown, self._lowest)
-        # numpy's type of the mask, where numpy can build it.
-        kinds = {torch.float32: np.float32, torch.float64: np.float64}
-        self._host_dtype = kinds.get(report.dtype) if self.device.type == "cpu" else None
+        self.masks = TreeMasks(report, self.device)
         self._probe()
         if self_test:
             self._self_test()
@@ -90,7 +84,7 @@ class HFLanguageModel(LanguageModel):
             n_layers=self.report.n_layers,
             n_rows=n_rows,
             layout=self._layout,
-            positions_device=self.device if self._windowed else None,
+            positions_device=self.device if self.masks.windowed else None,
             past_per_query=self.report.positions_from_cache,
             n_spare=n_spare,
         )
@@ -108,7 +102,7 @@ class HFLanguageModel(LanguageModel):
         last_only: bool = False,
     ) -> Tensor:
         """Read ``n`` tokens and return their next-token logits: see LanguageModel.forward."""
-        return self.read(self._call, cache, tokens, rows, positions, visible, last_only)
+        return self.read(self.call, cache, tokens, rows, positions, visible, last_only)
 
     def read(
         self,
@@ -125,24 +119,12 @@ class HFLanguageModel(LanguageModel):
         ``call`` gets the arguments that the model's own forward would get, and returns its logits,
         [1, n, V] in the dtype of the weights.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.read(call, cache, tokens, rows, positions, visible, last_only)
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind):
-            # The cache holds keys and values in the dtype of the weights.
-            with torch.autocast(kind, enabled=False):
-                return self.read(call, cache, tokens, rows, positions, visible, last_only)
-        if self.model.training:
-            with self._evaluating():
-                return self._read(call, cache, tokens, rows, positions, visible, last_only)
-        return self._read(call, cache, tokens, rows, positions, visible, last_only)
+        with self.steady():
+            span = cache.aim_(rows, positions, visible.shape[1])
+            arguments = self.arguments(cache, tokens, rows, positions, visible, span, last_only)
+            return logits_of(call(arguments), last_only)
 
-    def _call(self, arguments: dict[str, Any]) -> Tensor:
-        logits: Tensor = self.model(**arguments).logits
-        return logits
-
-    def _read(
+    def ready(
         self,
         call: Callable[[dict[str, Any]], Tensor],
         cache: KVSlab,
@@ -150,18 +132,33 @@ class HFLanguageModel(LanguageModel):
         rows: Tensor,
         positions: Tensor,
         visible: Tensor,
+        last_only: bool = False,
+    ) -> Callable[[], Tensor]:
+        """``call`` with its arguments made and the cache aimed: a bare forward."""
+        span = cache.aim_(rows, positions, visible.shape[1])
+        arguments = self.arguments(cache, tokens, rows, positions, visible, span, last_only)
+        return lambda: call(arguments)
+
+    def arguments(
+        self,
+        cache: KVSlab,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        span: int,
         last_only: bool,
-    ) -> Tensor:
+    ) -> dict[str, Any]:
+        """What the model's forward is called with; ``cache`` is aimed and hands out ``span``."""
         device = self.device
         if device.type != "cpu":
             tokens = tokens.to(device, non_blocking=True)
             positions = positions.to(device, non_blocking=True)
             visible = visible.to(device, non_blocking=True)
-        span = cache.aim_(rows, positions, visible.shape[1])
         arguments = {
             "input_ids": tokens.unsqueeze(0),
             "position_ids": positions.unsqueeze(0),
-            "attention_mask": self._masks(cache, positions, visible, span),
+            "attention_mask": self.masks(cache.positions, positions, visible, span),
             self._cache_keyword: cache,
             "use_cache": True,
             "return_dict": True,
@@ -170,12 +167,24 @@ class HFLanguageModel(LanguageModel):
             arguments["cache_position"] = rows.to(device, non_blocking=True)
         if last_only and self.report.logits_to_keep:
             arguments["logits_to_keep"] = 1
-        logits = call(arguments).squeeze(0)
-        if last_only and logits.shape[0] != 1:
-            logits = logits[-1:]
-        if logits.dtype not in (torch.float32, torch.float64):
-            logits = logits.float()
+        return arguments
+
+    def call(self, arguments: dict[str, Any]) -> Tensor:
+        """Logits [1, n, V] of the model itself, in the dtype of the weights."""
+        logits: Tensor = self.model(**arguments).logits
         return logits
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """No gradients, no dropout, and no autocast: keys have the dtype of the weights."""
+        with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(torch.no_grad())
+            if torch.is_autocast_enabled(self.device.type):
+                stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            if self.model.training:
+                stack.enter_context(self._evaluating())
+            yield
 
     def forward_hidden(
         self, cache: KVSlab, tokens: Tensor, rows: Tensor, positions: Tensor, visible: Tensor
@@ -210,44 +219,6 @@ class HFLanguageModel(LanguageModel):
         """Copy cache rows: see LanguageModel.move_."""
         with torch.no_grad():
             cache.move_(source, target)
-
-    def _masks(self, cache: KVSlab, positions: Tensor, visible: Tensor, span: int) -> Any:
-        """Additive masks [1, 1, n, span], one tensor or one per layer type.
-
-        Additive also for sdpa, which else would turn a bool mask into this one in every layer.
-        """
-        if not self._windowed:
-            return self._additive(visible, span)
-        n_seen = visible.shape[1]
-        masks: dict[str, Tensor] = {}
-        full: Tensor | None = None
-        for reach in self.report.reaches:
-            window = reach.window
-            if window is None or n_seen <= window:
-                full = self._additive(visible, span) if full is None else full
-                masks[reach.kind] = full
-                continue
-            assert cache.positions is not None
-            theirs, own = cache.positions[:n_seen], positions[:, None]
-            if reach.kind == CHUNKED:
-                near = theirs // window == own // window
-            else:
-                near = theirs > own - window
-            masks[reach.kind] = self._additive(visible & near, span)
-        return masks if self._one_mask_per_type else masks[self.report.reaches[0].kind]
-
-    def _additive(self, seen: Tensor, span: int) -> Tensor:
-        """Bool [n, K] to 0 where True, lowest where False and in the columns K..span."""
-        n, n_seen = seen.shape
-        if self._host_dtype is not None:
-            # Right after a forward every call of torch is a cold one; numpy's are shorter.
-            lowest = np.full((1, 1, n, span), self._lowest, self._host_dtype)
-            np.copyto(lowest[0, 0, :, :n_seen], 0, where=seen.numpy())
-            return torch.from_numpy(lowest)
-        added = torch.where(seen, self._shown, self._hidden)
-        if n_seen != span:
-            added = torch.nn.functional.pad(added, (0, span - n_seen), value=self._lowest)
-        return added.expand(1, 1, -1, -1)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -318,6 +289,14 @@ class HFLanguageModel(LanguageModel):
             ) from error
 
 
+def logits_of(logits: Tensor, last_only: bool) -> Tensor:
+    """float32 or float64 [n, V] of logits [1, n, V]; [1, V] of the last query if asked for."""
+    logits = logits.squeeze(0)
+    if last_only and logits.shape[0] != 1:
+        logits = logits[-1:]
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
 def load_model(
     source: str,
     dtype: str | torch.dtype | None = None,
@@ -329,7 +308,8 @@ def load_model(
 
     Parameters
     ----------
-    source : a local folder, a hub id, or ``zoo:NAME`` for a model that ships with treegraft.
+    source : a local folder, a hub id, or ``zoo:NAME`` for a model that ships with treegraft;
+        with ``[:N]`` behind it only the first N layers.
     dtype : a torch dtype or its name, ``auto`` for that of the checkpoint. Left out: the
         checkpoint's own on an accelerator, float32 on the CPU, where half precision is slow.
     device : where the weights go; left out: CUDA if there is one, else the CPU.
@@ -344,7 +324,8 @@ def load_model(
             f"attention {attention!r} takes no mask per query and key: use sdpa or eager"
         )
     kind = parse_dtype(dtype, place)
-    path = resolve(source)
+    base, n_layers = split_layers(source)
+    path = resolve(base)
     with reading(source):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_config(config, source)
@@ -359,6 +340,8 @@ def load_model(
     if kind == torch.float64 and model._can_set_experts_implementation():
         # The grouped product of the experts has no float64 kernel.
         model.set_experts_implementation("eager")
+    if n_layers is not None:
+        model = first_layers(model, n_layers, source)
     model = model.to(place).eval()
     if place.type == "cpu":
         _lay_inputs_first(model)
@@ -383,7 +366,7 @@ def load_tokenizer(source: str) -> tuple[Any | None, str]:
 
     ``source`` is as for ``load_model``. Generation works on token ids without one.
     """
-    path = resolve(source)
+    path = resolve(split_layers(source)[0])
     folder = Path(path)
     if folder.is_dir() and not any(
         file.name.startswith(_TOKENIZER_FILES) or file.suffix in (".model", ".tiktoken")

@@ -11,6 +11,7 @@ d head size. The batch is one text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +132,8 @@ class KVSlab(Cache):  # type: ignore[misc]
     ----------
     positions : int64, at least [S], position of the token in each row; 0 in rows never written.
     first_spare : number of the first spare row.
+    stored, slots : keys and values, [1, H, S, d] each, of the layers that were laid out, and their
+        numbers: 2 l for the keys of layer l, 2 l + 1 for its values.
     graphs : what was captured on this slab's addresses; for graphs.py.
     """
 
@@ -149,6 +152,8 @@ class KVSlab(Cache):  # type: ignore[misc]
         self._slab_layers = [SlabLayer(self._n_stored, self._aim) for _ in range(n_layers)]
         super().__init__(layers=self._slab_layers)
         self.n_rows = n_rows
+        self.stored: list[Tensor] = []
+        self.slots: tuple[int, ...] = ()
         self.graphs: dict[Any, Any] = {}
         self.past_per_query = past_per_query
         self.positions: Tensor | None = None
@@ -162,6 +167,35 @@ class KVSlab(Cache):  # type: ignore[misc]
                 )
             if layout is not None:
                 self._lay_out(layout)
+
+    @classmethod
+    def over(
+        cls,
+        n_layers: int,
+        stored: Mapping[int, Tensor],
+        rows: Tensor,
+        span: int,
+        past: Tensor,
+        positions: Tensor | None = None,
+    ) -> KVSlab:
+        """A slab over keys and values that exist, aimed at ``rows`` for one forward.
+
+        Parameters
+        ----------
+        stored : tensor [1, H, S, d] by slot. rows : int64 [n], to be written. span : rows that are
+        handed out (K). past : int64 [n], see ``past_per_query``. positions : int64, of the rows.
+        """
+        slab = cls(n_layers, n_rows=1)
+        slab.positions = positions
+        slab._aim.rows, slab._aim.span, slab._aim.past = rows, span, past
+        for slot, tensor in stored.items():
+            slab._open(slot, tensor)
+        return slab
+
+    def _open(self, slot: int, tensor: Tensor) -> None:
+        layer = self._slab_layers[slot // 2]
+        setattr(layer, "values" if slot % 2 else "keys", tensor)
+        layer.is_initialized = True
 
     def _lay_out(self, layout: tuple[tuple[SlotShape, SlotShape] | None, ...]) -> None:
         groups: dict[SlotShape, list[int]] = {}
@@ -177,9 +211,14 @@ class KVSlab(Cache):  # type: ignore[misc]
             self._blocks.append((block, slots))
             self._device = self._device or shape.device
             for slot, part in zip(slots, block.unbind(0), strict=True):
-                layer = self._slab_layers[slot // 2]
-                setattr(layer, "values" if slot % 2 else "keys", part)
-                layer.is_initialized = True
+                self._open(slot, part)
+        opened = {
+            2 * index + which: tensor
+            for index, layer in enumerate(self._slab_layers)
+            for which, tensor in enumerate((layer.keys, layer.values))
+            if tensor is not None
+        }
+        self.slots, self.stored = tuple(opened), list(opened.values())
 
     def layout(self) -> tuple[tuple[SlotShape, SlotShape] | None, ...]:
         """Shapes of each layer's keys and values; None for a layer that was never written."""
@@ -206,6 +245,25 @@ class KVSlab(Cache):  # type: ignore[misc]
         the kernels of scaled_dot_product_attention copy a mask whose last axis is no multiple of 8
         (https://github.com/pytorch/pytorch/pull/114173).
         """
+        self.note_(rows, positions, span)
+        n = rows.shape[0]
+        aim = self._aim
+        # Once per forward, not once per layer; a layer on another device moves them itself.
+        aim.rows = rows if self._device is None else rows.to(self._device, non_blocking=True)
+        aim.past = span - n
+        if self.past_per_query:
+            aim.past = positions - torch.arange(n, device=positions.device)
+        reach = _round_up(span)
+        if reach != aim.span:
+            aim.span = reach
+            self._cut_views()
+        return reach
+
+    def note_(self, rows: Tensor, positions: Tensor, span: int) -> None:
+        """Check where a forward writes and how far it reads, and keep the rows' positions.
+
+        All that ``aim_`` does for a forward that is handed ``stored`` and cuts its own views.
+        """
         if span > self.n_rows:
             raise CapacityError(
                 f"the KV cache has {self.n_rows} rows and {span} are asked for: "
@@ -222,20 +280,8 @@ class KVSlab(Cache):  # type: ignore[misc]
                     f"a forward writes rows {listed[:8]} and reads the first {span}: "
                     "every row written must be among those read"
                 )
-        n = rows.shape[0]
-        aim = self._aim
-        # Once per forward, not once per layer; a layer on another device moves them itself.
-        aim.rows = rows if self._device is None else rows.to(self._device, non_blocking=True)
-        aim.past = span - n
-        if self.past_per_query:
-            aim.past = positions - torch.arange(n, device=positions.device)
         if self.positions is not None:
             self.positions.index_copy_(0, rows.to(self.positions.device), positions)
-        reach = _round_up(span)
-        if reach != aim.span:
-            aim.span = reach
-            self._cut_views()
-        return reach
 
     @property
     def destination(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,14 @@ __all__ = [
     "reading",
     "resolve",
     "resolve_head",
+    "split_layers",
 ]
 
 HEAD_FILES = ("head.json", "head.safetensors")
 """A draft head's folder: what it is, and its weights."""
+
+
+_LAYERS = re.compile(r"(?P<name>.+)\[:(?P<n>\d+)\]")
 
 
 def resolve(source: str) -> str:
@@ -49,6 +54,20 @@ def resolve(source: str) -> str:
             "or zoo:NAME"
         )
     return source
+
+
+def split_layers(source: str) -> tuple[str, int | None]:
+    """The model's own name, and how many of its first layers are meant by ``NAME[:N]``.
+
+    ConfigError for fewer than one layer.
+    """
+    found = _LAYERS.fullmatch(source)
+    if found is None:
+        return source, None
+    n_layers = int(found["n"])
+    if n_layers < 1:
+        raise ConfigError(f"model {source!r}: NAME[:N] takes the first N layers, N from 1")
+    return found["name"], n_layers
 
 
 def resolve_head(source: str) -> Path:

@@ -131,25 +131,11 @@ class BareForwards:
             return _reading(model, cache, first, forward.span, forward.last_only)
         # The device is named, not made the default: that slows every call inside down.
         rows = torch.arange(first, forward.span, device="cpu")
-        report, device = model.report, model.device
-        reach = cache.aim_(rows, rows, forward.span)
-        mask = torch.zeros(1, 1, forward.n, reach, dtype=report.dtype, device=device)
-        one_mask = report.mask_form == "tensor"
-        arguments: dict[str, Any] = {
-            "input_ids": (rows % model.vocab_size)[None].to(device),
-            "position_ids": rows[None].to(device),
-            "attention_mask": mask if one_mask else {r.kind: mask for r in report.reaches},
-            report.cache_keyword: cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
-        if report.cache_position:
-            arguments["cache_position"] = rows.to(device)
-        if forward.last_only and report.logits_to_keep:
-            arguments["logits_to_keep"] = 1
-        if isinstance(model, CompiledModel) and not forward.last_only:
-            return lambda: model.run(arguments)
-        return lambda: model.model(**arguments)
+        visible = torch.ones(forward.n, forward.span, dtype=torch.bool, device="cpu")
+        given = (cache, rows % model.vocab_size, rows, rows, visible, forward.last_only)
+        if isinstance(model, CompiledModel):
+            return model.ready(*given)
+        return model.ready(model.call, *given)
 
 
 def _reading(

@@ -209,10 +209,11 @@ class BackendConfig(Strict):
         description="Compile the forwards of target and drafters when the pipeline is built: off, "
         "on, or auto, which measures and keeps what is faster.",
     )
-    compiler: Literal["inductor", "aot_eager", "eager"] = Field(
-        "inductor",
-        description="torch.compile's backend. inductor needs a C++ compiler and makes the fastest "
-        "programs; the others only take Python out of the forward.",
+    compiler: Literal["aot", "inductor", "aot_eager", "eager"] | None = Field(
+        None,
+        description="aot is torch.export and Inductor ahead of time, the others are backends of "
+        "torch.compile. aot and inductor need a C++ compiler and make the fastest programs, the "
+        "others only take Python out of the forward. null: aot on a CPU, inductor on a GPU.",
     )
     buckets: bool | None = Field(
         None,
@@ -404,7 +405,9 @@ def _name(drafter: DrafterConfig) -> str:
     if drafter.name is not None:
         return drafter.name
     if isinstance(drafter, ModelDrafterConfig):
-        return drafter.model.replace(":", "/").rstrip("/").split("/")[-1]
+        model, _, layers = drafter.model.partition("[:")
+        name = model.replace(":", "/").rstrip("/").split("/")[-1]
+        return f"{name}-{layers.rstrip(']')}" if layers else name
     return drafter.kind.split(":")[-1]
 
 

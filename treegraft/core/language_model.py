@@ -27,8 +27,8 @@ class ForwardCounts:
     Attributes
     ----------
     compiled : by a compiled program. eager : by the model's own code, as was chosen for their kind
-        at warm-up (prefill always). outside : by the model's own code because no program and no
-        bucket fits them.
+        at warm-up; prefill of padded models, or of those traced by torch.compile, always. outside :
+        by the model's own code because no program and no bucket fits them.
     """
 
     compiled: int = 0

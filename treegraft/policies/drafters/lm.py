@@ -33,7 +33,11 @@ class ModelDrafterConfig(BaseModel):
         min_length=1,
         description="Name in statistics and schedules; default: the last part of the model.",
     )
-    model: str = Field(min_length=1, description="zoo:NAME, a local path, or a hub id.")
+    model: str = Field(
+        min_length=1,
+        description="zoo:NAME, a local path, or a hub id; with [:N] behind it its first N layers. "
+        "Of the target's own name they share its weights.",
+    )
     read_ahead: int = Field(
         32,
         ge=0,
