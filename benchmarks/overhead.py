@@ -156,7 +156,9 @@ def main(
     for path in configs or DEFAULTS:
         config: PipelineConfig = load_config(path)
         sampling = config.sampling.model_copy(update={"temperature": temperature})
-        config = config.model_copy(update={"sampling": sampling})
+        # Compiled here or not at all: what a pipeline compiles by itself is not in the log.
+        backend = config.backend.model_copy(update={"compile": "off"})
+        config = config.model_copy(update={"sampling": sampling, "backend": backend})
         lms = [drafter.model for drafter in config.drafters if isinstance(drafter, LmConfig)]
         for source in (config.target.model, *lms):
             if source not in models:

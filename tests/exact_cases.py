@@ -237,7 +237,7 @@ class Case:
 
     def grow(self, text: tuple[int, ...], dice: Dice, spoil: Callable[[Any], None]) -> TokenTree:
         """One step's tree, by the product's own policies."""
-        tree = TensorTree(self.world.n_ids, n_slots=16)
+        tree = TensorTree(self.world.n_ids)
         tree.reset_(text[-1], max_depth=3, budget=self.policies()[1].budget)
         graft, builder = self.policies()
         drafters: list[Drafter] = []

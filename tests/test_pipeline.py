@@ -137,13 +137,6 @@ def test_a_layer_that_found_nothing_leaves_the_frontier_to_the_next_drafter() ->
     assert first.drafted[1] > 3
 
 
-def test_noise_of_committed_places_is_let_go() -> None:
-    made = pipeline(SELF, sampling={"temperature": 1.0}, builder=layered(depth=3))
-    for chunk in made.stream([1], max_new_tokens=60):
-        held = made._current._noise._held  # type: ignore[attr-defined]
-        assert len(held) <= 4, chunk
-
-
 def test_one_pipeline_decodes_many_texts() -> None:
     """Caches grow and are used again; nothing of an earlier text is seen by a later one."""
     made = pipeline(NGRAM, NEAR, scheduler={"kind": "always"})

@@ -53,7 +53,8 @@ class Tampering(GraftPolicy):
         if self.deed == "reset":
             tree.reset_(5, 10)
         elif self.deed == "write":
-            tree.token[0] = 7 - tree.token[0]
+            token: Any = tree.lists().token
+            token[0] = 7 - token[0]
         elif self.deed == "raise":
             raise KeyError("nothing")
         proposals = drafter.propose(tree, frontier, width)

@@ -134,14 +134,30 @@ class Decoding:
             drafter.begin(context)
 
     def _top(self, logits: Tensor, tokens: Sequence[int]) -> TargetTop:
+        """The target at the places of ``tokens``, given float [n, V]."""
         logp = _logp(logits)
-        return TargetTop(_chosen(logp, tokens), *self._likeliest(logp))
+        return TargetTop(_chosen(logp, range(len(tokens)), tokens), *self._likeliest(logp))
+
+    def _tops(
+        self, logits: Tensor, tree: TokenTree, rows: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[TargetTop | None, TreeTop | None]:
+        """What drafters asked to see of logits [N, V]; ``tokens`` stand behind ``rows``."""
+        if self._top_k is None:
+            return None, None
+        if not self._wants_tree_top:
+            return self._top(logits.index_select(0, _int64(rows).to(logits.device)), tokens), None
+        logp = _logp(logits)
+        every = self._likeliest(logp)
+        places = _int64(rows)
+        likeliest = (column.index_select(0, places) for column in every)
+        top = TargetTop(_chosen(logp, rows, tokens), *likeliest)
+        return top, TreeTop(tree.token, *every)
 
     def _likeliest(self, logp: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [n, k] and float32 [n, k]: the likeliest tokens of each row, and their log p."""
         if not self._top_k:
-            none = torch.empty(logp.shape[0], 0)
-            return none.to(torch.int64), none
+            none = np.empty((logp.shape[0], 0), dtype=np.float32)
+            return torch.from_numpy(none.astype(np.int64)), torch.from_numpy(none)
         top = logp.topk(min(self._top_k, logp.shape[-1]), dim=-1)
         return top.indices.cpu(), top.values.cpu()
 
@@ -177,27 +193,17 @@ class Decoding:
             tokens = self._cut(verdict.tokens)
             path = verdict.path[: len(tokens)]
             self.history.extend(tokens)
-            self._noise.forget_before(len(self.history.tokens))
-            top, tree_top = None, None
-            if self._top_k is not None:
-                rows = torch.tensor([ROOT, *verdict.path][: len(tokens)], device=logits.device)
-                if self._wants_tree_top:
-                    logp = _logp(logits)
-                    every = self._likeliest(logp)
-                    tree_top = TreeTop(tree.token, *every)
-                    places = rows.cpu()
-                    likeliest = (every[0][places], every[1][places])
-                    top = TargetTop(_chosen(logp[rows], tokens), *likeliest)
-                else:
-                    top = self._top(logits[rows], tokens)
+            rows = [ROOT, *verdict.path][: len(tokens)]
+            top, tree_top = self._tops(logits, tree, rows, tokens)
             # A first chain already sits where it belongs.
             moved = [(i, j) for j, i in enumerate(path, 1) if i != j]
             if moved and self.finish_reason is None:
-                old = torch.tensor([n_kv + i for i, _ in moved])
-                new = torch.tensor([n_kv + j for _, j in moved])
+                old = _int64([n_kv + i for i, _ in moved])
+                new = _int64([n_kv + j for _, j in moved])
                 parts.target.move_(self.cache.content, old, new)
-        number, held = tree.node.tolist(), tree.proposers.tolist()
-        nodes, proposers = [number[i] for i in path], [held[i] for i in path]
+        lists = tree.lists()
+        nodes = [lists.node[i] for i in path]
+        proposers = [lists.proposers[i] for i in path]
         if parts.scheduler.asks_offers:
             with parts.watch.stage("scheduler"):
                 offers = self._drafting.offers(nodes) if draft.layers else []
@@ -212,8 +218,7 @@ class Decoding:
         if draft.layers:
             self._drafting.committed(nodes, tokens, more=self.finish_reason is None)
         n = len(parts.drafters)
-        source = tree.source.tolist()
-        accepted = tuple(source[i] for i in path)
+        accepted = tuple(lists.source[i] for i in path)
         record = StepRecord(
             n_new=len(tokens),
             n_path=len(verdict.path),
@@ -221,7 +226,7 @@ class Decoding:
             calls=draft.calls,
             drafted=draft.drafted,
             proposed=draft.proposed,
-            kept=count(source, n),
+            kept=count(lists.source, n),
             accepted=count(accepted, n),
             accepted_alone=tuple(proposers.count(1 << i) for i in range(n)),
             seconds=parts.watch.lap(),
@@ -309,7 +314,7 @@ def _check_verdict(verdict: Verdict, tree: TokenTree, vocab_size: int) -> None:
     would never end, and one that commits what it did not walk would break the KV cache.
     """
     path, tokens = list(verdict.path), list(verdict.tokens)
-    parent, token = tree.parent.tolist(), tree.token.tolist()
+    parent, token = tree.lists().parent, tree.lists().token
     above = ROOT
     for node in path:
         if not 0 < node < len(token) or parent[node] != above:
@@ -325,7 +330,12 @@ def _logp(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1).to(torch.float32)
 
 
-def _chosen(logp: Tensor, tokens: Sequence[int]) -> Tensor:
-    """float32 [n] on the host, where drafters work: log p of one token per row."""
-    here = torch.tensor(tokens, device=logp.device)
-    return logp.gather(1, here[:, None])[:, 0].cpu()
+def _chosen(logp: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """float32 [n] on the host, where drafters work: log p of one token in each of ``rows``."""
+    vocab_size = logp.shape[-1]
+    places = [row * vocab_size + token for row, token in zip(rows, tokens, strict=True)]
+    return logp.reshape(-1).index_select(0, _int64(places).to(logp.device)).cpu()
+
+
+def _int64(numbers: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,8 +131,8 @@ class Drafting:
                 tree=pruned,
                 layers=tuple(layers),
                 side_calls=count(side_calls, n),
-                drafted=count(tree.source.tolist(), n),
-                proposed=_count_bits(tree.proposers, n),
+                drafted=count(tree.lists().source, n),
+                proposed=_count_bits(tree.lists().proposers, n),
                 reused=reused,
             )
 
@@ -143,9 +142,9 @@ class Drafting:
         ``path`` as in ``Commit``; called before the drafters observe it. Behind nodes that a
         builder has numbered in its own way nothing is asked.
         """
-        parent, nodes = self.tree.parent.numpy(), [ROOT]
+        parent, nodes = self.tree.lists().parent, [ROOT]
         for node in path:
-            if not 0 < node < parent.shape[0] or parent[node] != nodes[-1]:
+            if not 0 < node < len(parent) or parent[node] != nodes[-1]:
                 break
             nodes.append(node)
         width = self.parts.builder.width
@@ -163,13 +162,13 @@ class Drafting:
 
     def _find(self, node: int, token: int) -> int | None:
         """The child of a working-tree node that holds ``token``; None if drawn trees may not be."""
-        tree = self.tree
-        if tree.n_drawn:
+        if self.tree.n_drawn:
             return None
-        found = tree.alive & (tree.parent == node) & (tree.token == token)
-        found[ROOT] = False
-        children = found.nonzero()[:, 0].tolist()
-        return children[0] if children else None
+        lists = self.tree.lists()
+        for child in range(node + 1, len(lists.token)):
+            if lists.token[child] == token and lists.parent[child] == node and lists.alive[child]:
+                return child
+        return None
 
     def _grow(self) -> list[Layer]:
         parts, tree = self.parts, self.tree
@@ -214,10 +213,11 @@ class Drafting:
 
     def _living(self, frontier: Tensor) -> Tensor:
         """``frontier`` without the nodes that a graft has taken out; the root if none is left."""
-        living = self.tree.alive.numpy()[frontier.numpy()]
-        if living.all():
+        alive = self.tree.lists().alive
+        living = [alive[node] for node in frontier.tolist()]
+        if all(living):
             return frontier
-        return frontier[torch.from_numpy(living)] if living.any() else torch.tensor([ROOT])
+        return frontier[torch.tensor(living)] if any(living) else torch.tensor([ROOT])
 
     def _choose(
         self, layer: int, calls: Sequence[int], frontier: Tensor, reached: Sequence[int]
@@ -285,16 +285,17 @@ class Drafting:
         Grafts and builders may be anybody's; with this they can waste time but change no token.
         """
         tree.check()
-        root, last = int(tree.token[ROOT]), self.history.tokens[-1]
+        lists = tree.lists()
+        root, last = lists.token[ROOT], self.history.tokens[-1]
         if root != last:
             raise TreeError(f"the draft tree's root must hold the last token {last}, found {root}")
-        budget, deepest = self.parts.builder.budget, int(tree.depth.numpy().max())
+        budget, deepest = self.parts.builder.budget, max(lists.depth)
         if len(tree) > budget + 1:
             raise TreeError(f"the builder's budget is {budget} nodes, found {len(tree) - 1} pruned")
         if deepest > max_depth:
             raise TreeError(f"the text has room for a depth of {max_depth}, found {deepest}")
         n_drawn = self.tree.n_drawn
-        n_slots = 0 if tree.ledger is None else int((tree.ledger.row >= 0).sum())
+        n_slots = 0 if tree.ledger is None else sum(row >= 0 for row in tree.ledger.row.tolist())
         if self.parts.verifier.needs_ledger and n_slots != n_drawn:
             raise TreeError(
                 f"the pruned tree's ledger must hold all {n_drawn} draws, found {n_slots}; prune "
@@ -324,11 +325,7 @@ class Drafting:
     def _has_room(self, index: int) -> bool:
         """Whether text and tree lie within the context of a drafter."""
         limit = self.parts.drafters[index].limit
-        n_text, tree = len(self.history.tokens), self.tree
-        # A tree is not deeper than it has nodes; the look at all depths is for the last stretch.
-        if limit is None or n_text + tree.n_nodes <= limit:
-            return True
-        return n_text + int(tree.depth.numpy().max()) <= limit
+        return limit is None or len(self.history.tokens) + max(self.tree.lists().depth) <= limit
 
 
 def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:
@@ -336,6 +333,5 @@ def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:
     return tuple(numbers.count(i) for i in range(n_drafters))
 
 
-def _count_bits(proposers: Tensor, n_drafters: int) -> tuple[int, ...]:
-    held = proposers.numpy()
-    return tuple(int(np.count_nonzero(held & 1 << i)) for i in range(n_drafters))
+def _count_bits(proposers: Sequence[int], n_drafters: int) -> tuple[int, ...]:
+    return tuple(sum(held >> i & 1 for held in proposers) for i in range(n_drafters))

@@ -11,7 +11,8 @@ import pytest
 
 from treegraft import ConfigError, PromptError, TreegraftError
 from treegraft.bench.lineup import Arm, line_up
-from treegraft.bench.peers import PeerSettings, compare_peers
+from treegraft.bench.peer_report import PeerSettings
+from treegraft.bench.peers import compare_peers
 from treegraft.bench.shipped import our_configs, shipped_config, shipped_endpoints
 from treegraft.prompts import Prompt
 

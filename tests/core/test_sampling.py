@@ -29,6 +29,8 @@ from treegraft.core.sampling import (
     Sampling,
     TargetDistribution,
     keyed_gumbel,
+    keyed_top,
+    keyed_uniform,
     process,
 )
 from treegraft.core.tree import TokenTree
@@ -156,18 +158,43 @@ def test_draws_follow_the_target_law() -> None:
     noise = Noise(1, 5)
     for position in range(n):
         counts[int((logits.double() + noise.at(position)).argmax())] += 1
-        noise.forget_before(position)
     expected = logits.softmax(-1) * n
     assert float(((counts - expected) ** 2 / expected).sum()) < 18.47
 
 
-def test_noise_remembers_and_forgets() -> None:
-    noise = Noise(0, 3)
-    first = noise.at(4)
-    assert noise.at(4) is first
-    noise.forget_before(5)
-    assert noise.at(4) is not first
-    assert torch.equal(noise.at(4), first)
+SCORE = st.one_of(st.floats(-60.0, 0.0), st.just(-float("inf")), st.just(0.0))
+
+
+@given(
+    scores=st.lists(SCORE, min_size=1, max_size=60),
+    seed=st.integers(0, 2**63),
+    k=st.integers(1, 4),
+    single=st.booleans(),
+)
+def test_the_highest_of_scores_and_noise_are_found_without_all_of_the_noise(
+    scores: list[float], seed: int, k: int, single: bool
+) -> None:
+    row = np.array(scores, dtype=np.float32 if single else np.float64)
+    noise = keyed_gumbel(seed, 7, len(scores)).numpy().astype(row.dtype)
+    k = min(k, len(scores))
+    expected = np.argsort(-(row + noise), kind="stable")[:k]
+    assert keyed_top(row, k, seed, 7).tolist() == expected.tolist()
+    if k == 1:
+        assert Noise(seed, len(scores)).token(7, torch.from_numpy(row)) == expected[0]
+
+
+def test_a_nan_among_scores_is_the_highest_as_for_torch() -> None:
+    row = np.array([0.5, float("nan"), 2.0])
+    assert Noise(3, 3).token(1, torch.from_numpy(row)) == int(torch.from_numpy(row).argmax()) == 1
+
+
+def test_noise_is_that_of_a_fresh_generator_at_any_place() -> None:
+    """One generator is sent from place to place: nothing of an earlier draw may be left in it."""
+    for n in (1, 3, 4, 9):
+        for seed, position, stream, number in ((0, 0, 0, 0), (2**64 - 1, 2**40, 5, 2**24 - 1)):
+            fresh = np.random.Philox(key=seed | stream << 64, counter=position << 64 | number << 40)
+            expected = ((fresh.random_raw(n) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+            assert keyed_uniform(seed, position, n, stream, number).tolist() == expected.tolist()
 
 
 # --- each setting against transformers ------------------------------------------------------------

@@ -275,7 +275,7 @@ class TwoTrees(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # Two slots, so that nearly every run outgrows its buffers.
-        self.tensor = TensorTree(V, n_slots=2)
+        self.tensor = TensorTree(V)
         self.reference = ReferenceTree(V)
 
     @initialize(token=st.integers(0, V - 1), max_depth=st.integers(0, 6))

@@ -57,8 +57,7 @@ class TwoTrees(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # Two slots, so that nearly every run outgrows its buffers.
-        self.tensor = TensorTree(V, n_slots=2)
+        self.tensor = TensorTree(V)
         self.reference = ReferenceTree(V)
         self.trees: tuple[TreeBackend, TreeBackend] = (self.tensor, self.reference)
         # Of each node what must never change: its path, and who proposed it.

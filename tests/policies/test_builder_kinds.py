@@ -298,7 +298,7 @@ def test_both_trees_agree_under_every_builder(
     graft = UNION if unions else TreegraftGraft(TreegraftConfig(reselect=False))
     near = mixed_model(hashed_model(V, seed=seed), hashed_model(V, seed=77), 0.4)
     made = []
-    for tree in (TensorTree(V, n_slots=2), ReferenceTree(V)):
+    for tree in (TensorTree(V), ReferenceTree(V)):
         tree.reset_(2, 4)
         drafters = [lm(hashed_model(V, seed=seed)), Lookup([1, 2, 3][:length] or [9]), lm(near)]
         made.append(grow(tree, build_component("builder", builder), drafters, graft))

@@ -59,8 +59,8 @@ class SetNoise(Noise):
         super().__init__(0, V)
         self.coins = list(coins)
 
-    def at(self, position: int) -> torch.Tensor:
-        return torch.zeros(V, dtype=torch.float64)
+    def token(self, position: int, scores: torch.Tensor) -> int:
+        return int(scores.argmax())
 
     def coin(self, position: int, number: int) -> float:
         return self.coins.pop(0)
@@ -253,7 +253,7 @@ def drawn_trees(draw: st.DrawFn) -> tuple[TokenTree, TokenTree]:
     budget = draw(st.integers(0, 9))
     made = []
     calls = draw(DRAWN_PATHS)
-    for backend in (TensorTree(V, n_slots=4), ReferenceTree(V)):
+    for backend in (TensorTree(V), ReferenceTree(V)):
         backend.reset_(token=0, max_depth=4, budget=budget)
         for position, tokens, n_drawn, weights in calls:
             position %= backend.n_nodes
@@ -547,7 +547,7 @@ def changed(**columns: object) -> Proposals:
         (changed(q=torch.tensor([[0.5, 0.5, 0.5, 0.5]])), "probabilities and sum to 1"),
         (changed(q=torch.tensor([[0.5, 0.5, 0.0, 0.0]])), "a token of probability 0 cannot"),
         (changed(q=torch.tensor([[torch.nan] * 4])), "probabilities and sum to 1"),
-        (changed(tokens=torch.tensor([[1], [4]])), "drawn tokens must be 0..3, found [1, 4]"),
+        (changed(tokens=torch.tensor([[1], [4]])), "drawn tokens must be 0..3, found 4"),
         (changed(tokens=torch.tensor([[1], [1]])), "token 1 was drawn twice from row 0 of q"),
         (changed(positions=torch.tensor([0, 1])), "row 0 of q must hang under one node"),
         (

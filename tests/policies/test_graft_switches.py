@@ -308,7 +308,7 @@ def run(
 def test_both_trees_agree_under_every_graft(
     config: BaseModel, visits: list[list[list[int]] | int], width: int, budget: int
 ) -> None:
-    trees: list[TreeBackend] = [TensorTree(V, n_slots=2), ReferenceTree(V)]
+    trees: list[TreeBackend] = [TensorTree(V), ReferenceTree(V)]
     for tree in trees:
         run(build_component("graft", config), tree, visits, width, budget)
     for column in ("token", "parent", "logprob", "source", "scorer", "alive", "leaf"):

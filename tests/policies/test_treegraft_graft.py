@@ -211,7 +211,7 @@ def test_any_row_of_visits_keeps_the_laws(
     visits: list[list[list[int]] | int], width: int, lookback: int, revisit: bool
 ) -> None:
     """Laws 2 and 3 after every visit, and both trees the same."""
-    trees: list[TreeBackend] = [TensorTree(V, n_slots=2), ReferenceTree(V)]
+    trees: list[TreeBackend] = [TensorTree(V), ReferenceTree(V)]
     models = [hashed_model(V, seed=seed) for seed in range(3)]
     drafters = [[lm(model) for model in models] for _ in trees]
     frontiers = []

@@ -116,7 +116,8 @@ def peers(
     """
     from treegraft.bench.checkpoint import read_checkpoint
     from treegraft.bench.lineup import line_up
-    from treegraft.bench.peers import PeerSettings, compare_peers
+    from treegraft.bench.peer_report import PeerSettings
+    from treegraft.bench.peers import compare_peers
     from treegraft.bench.shipped import our_configs, shipped_config, shipped_endpoints
     from treegraft.config import load_config, parse_config
 
@@ -218,7 +219,7 @@ def _check_shared(config: PipelineConfig) -> None:
 
 
 def _chosen(arms: tuple[Arm, ...], wanted: Sequence[str]) -> tuple[Arm, ...]:
-    from treegraft.bench.peers import BASELINE
+    from treegraft.bench.peer_report import BASELINE
     from treegraft.core.errors import ConfigError
 
     known = [arm.name for arm in arms]

@@ -11,7 +11,7 @@ from rich.text import Text
 from treegraft.cli.tables import new_table, text_row
 
 if TYPE_CHECKING:
-    from treegraft.bench.peers import Peers
+    from treegraft.bench.peer_report import Peers
     from treegraft.bench.profile import Profile
 
 __all__ = ["peers_remarks", "peers_report", "profile_report"]
@@ -19,7 +19,7 @@ __all__ = ["peers_remarks", "peers_report", "profile_report"]
 
 def peers_report(peers: Peers) -> Group:
     """Every arm in the order of the line-up, and the headline ratios."""
-    from treegraft.bench.peers import BASELINE
+    from treegraft.bench.peer_report import BASELINE
 
     s = peers.settings
     how = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -102,6 +103,18 @@ class Commit:
     hidden: Tensor | None = None
 
 
+class NodeLists(NamedTuple):
+    """Columns of a working tree as Python sequences [N]; see ``TreeBackend``."""
+
+    token: Sequence[int]
+    parent: Sequence[int]
+    depth: Sequence[int]
+    logprob: Sequence[float]
+    alive: Sequence[bool]
+    source: Sequence[int]
+    proposers: Sequence[int]
+
+
 class TreeBackend(ABC):
     """The working tree of one decoding step, and every operation a policy may ask of it.
 
@@ -161,6 +174,15 @@ class TreeBackend(ABC):
     @abstractmethod
     def leaf(self) -> Tensor:
         """bool [N], nodes that are alive and have no child that is."""
+
+    def lists(self) -> NodeLists:
+        """Columns as Python sequences: for a dozen nodes a loop costs less than a call of torch.
+
+        Not to be written to, nor to be kept past the next operation on the tree.
+        """
+        columns = (self.token, self.parent, self.depth, self.logprob, self.alive)
+        more = (self.source, self.proposers)
+        return NodeLists(*(column.tolist() for column in (*columns, *more)))
 
     @abstractmethod
     def path(self, node: int) -> list[int]:

@@ -10,8 +10,10 @@ Shapes: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +57,54 @@ TOKENS, COINS, DRAWS = 0, 1, 2
 """Streams of the noise: the target's tokens, a verifier's coins, and from 2 on one per drafter."""
 
 
+_WORD = 2**64 - 1
+
+
+class _Streams(threading.local):
+    """A generator of each thread, to be sent to any place of any stream.
+
+    Making one takes thirty times as long as setting its state.
+    """
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=0)
+
+    def raw(self, key: int, counter: int, n: int) -> NDArray[np.uint64]:
+        """uint64 [n], what ``Philox(key=key, counter=counter)`` gives first; both below 2**128."""
+        state: Any = {
+            "bit_generator": "Philox",
+            "state": {
+                "counter": (counter & _WORD, counter >> 64, 0, 0),
+                "key": (key & _WORD, key >> 64),
+            },
+            "buffer": (0, 0, 0, 0),
+            "buffer_pos": 4,  # nothing is left in the buffer
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        self._philox.state = state
+        drawn: NDArray[np.uint64] = self._philox.random_raw(n)
+        return drawn
+
+
+_STREAMS = _Streams()
+
+
+def _keyed_raw(seed: int, position: int, n: int, stream: int, number: int) -> NDArray[np.uint64]:
+    return _STREAMS.raw(seed | stream << 64, position << 64 | number << 40, n)
+
+
+def _uniform(raw: NDArray[np.uint64]) -> NDArray[np.float64]:
+    # 52 bits: with 53 the largest value plus a half would round to 1, and its noise be infinite.
+    uniform: NDArray[np.float64] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return uniform
+
+
+def _gumbel(raw: NDArray[np.uint64]) -> NDArray[np.float64]:
+    noise: NDArray[np.float64] = -np.log(-np.log(_uniform(raw)))
+    return noise
+
+
 def keyed_uniform(
     seed: int, position: int, n: int, stream: int = TOKENS, number: int = 0
 ) -> NDArray[np.float64]:
@@ -64,44 +114,68 @@ def keyed_uniform(
     so a seed means the same text on every machine. ``stream`` and ``number`` (below 2**24) tell
     apart what is drawn for one position. 0 and 1 never come.
     """
-    generator = np.random.Philox(key=seed | stream << 64, counter=position << 64 | number << 40)
-    raw = generator.random_raw(n)
-    # 52 bits: with 53 the largest value plus a half would round to 1, and its noise be infinite.
-    uniform: NDArray[np.float64] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return uniform
+    return _uniform(_keyed_raw(seed, position, n, stream, number))
 
 
 def keyed_gumbel(
     seed: int, position: int, vocab_size: int, stream: int = TOKENS, number: int = 0
 ) -> Tensor:
     """float64 [V] standard Gumbel noise that is a function of its keys (``keyed_uniform``)."""
-    return torch.from_numpy(
-        -np.log(-np.log(keyed_uniform(seed, position, vocab_size, stream, number)))
-    )
+    return torch.from_numpy(_gumbel(_keyed_raw(seed, position, vocab_size, stream, number)))
+
+
+def keyed_top(
+    scores: NDArray[np.floating[Any]],
+    k: int,
+    seed: int,
+    position: int,
+    stream: int = TOKENS,
+    number: int = 0,
+) -> NDArray[np.int64]:
+    """int64 [k]: the highest of ``scores`` [V] plus ``keyed_gumbel``, in falling order.
+
+    Draws without replacement from softmax(scores) in their order (Gumbel top-k; Kool et al. 2019).
+    The noise is rounded to the type of ``scores`` before it is added. NaN counts as highest.
+    """
+    return _noisy_top(scores, k, _keyed_raw(seed, position, scores.shape[0], stream, number))
+
+
+def _noisy_top(
+    scores: NDArray[np.floating[Any]], k: int, raw: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    # The noise of most tokens need not be known: none is above the noise of the highest uniform, so
+    # a score that falls short of the k-th noisy score by more than that cannot win.
+    likely = np.array([scores.argmax()]) if k == 1 else np.argpartition(scores, -k)[-k:]
+    reached = float((scores[likely] + _gumbel(raw[likely])).min())
+    most = float(_gumbel(raw.max()[None])[0])
+    floor = reached - most - 1e-3 - 1e-6 * abs(reached)  # and nothing is lost to rounding
+    able = (scores >= floor).nonzero()[0]
+    if able.shape[0] < k:  # NaN
+        able = np.arange(scores.shape[0])
+    noisy = scores[able] + _gumbel(raw[able]).astype(scores.dtype)
+    if k == 1:
+        return able[[noisy.argmax()]]
+    return able[np.argsort(-noisy, kind="stable")[:k]]
 
 
 @dataclass(slots=True)
 class Noise:
-    """Keyed noise of one text, with a memory of the positions that a step may ask for again."""
+    """Keyed noise of one text."""
 
     seed: int
     vocab_size: int
-    _held: dict[int, Tensor] = field(default_factory=dict)
 
     def at(self, position: int) -> Tensor:
         """float64 [V] Gumbel noise of the token that stands at ``position`` of the text."""
-        if position not in self._held:
-            self._held[position] = keyed_gumbel(self.seed, position, self.vocab_size)
-        return self._held[position]
+        return keyed_gumbel(self.seed, position, self.vocab_size)
+
+    def token(self, position: int, scores: Tensor) -> int:
+        """The token at ``position``: the highest of float [V] ``scores`` plus the noise there."""
+        return int(keyed_top(scores.cpu().numpy(), 1, self.seed, position)[0])
 
     def coin(self, position: int, number: int) -> float:
         """Uniform in (0, 1): the coin ``number`` that a verifier tosses at ``position``."""
         return float(keyed_uniform(self.seed, position, 1, COINS, number)[0])
-
-    def forget_before(self, position: int) -> None:
-        """Drop positions that are committed."""
-        for old in [p for p in self._held if p < position]:
-            del self._held[old]
 
 
 @dataclass(slots=True)
@@ -242,6 +316,12 @@ def _truncate(raw: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
+def highest(logits: Tensor) -> int:
+    """Index of the highest of float [V]; the first one on ties, and NaN before all."""
+    # On the host numpy's argmax takes a tenth of torch's; elsewhere one number is to be copied.
+    return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
+
+
 @dataclass(slots=True)
 class TargetDistribution:
     """What the target says after every node of a tree, on demand and one node at a time.
@@ -288,20 +368,24 @@ class TargetDistribution:
 
     def position(self, index: int) -> int:
         """Place in the text of the token that follows node ``index``."""
-        return len(self.history.tokens) + int(self.tree.depth[index])
+        return len(self.history.tokens) + self.tree.lists().depth[index]
 
     def token(self, index: int) -> int:
         """The one token that the target takes after node ``index``."""
         logits = self.processed(index)
         if self.sampling.temperature != 0.0:
-            logits = logits + self.noise.at(self.position(index)).to(logits)
-        return int(logits.argmax())
+            return self.noise.token(self.position(index), logits)
+        return highest(logits)
 
     def probabilities(self, index: int) -> Tensor:
         """float64 [V] on the host: law of the token after node ``index`` (one-hot if greedy)."""
         logits = self.processed(index)
         if self.sampling.temperature == 0.0:
             law = torch.zeros(logits.shape[-1], dtype=torch.float64)
-            law[int(logits.argmax())] = 1.0
+            law[highest(logits)] = 1.0
             return law
-        return logits.double().softmax(-1).cpu()
+        scores = logits.cpu().numpy().astype(np.float64)
+        with np.errstate(invalid="ignore"):  # where every token is excluded
+            law = np.exp(scores - scores.max())
+        law /= law.sum()
+        return torch.from_numpy(law)

@@ -7,9 +7,9 @@ probabilities, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,10 +67,12 @@ class Proposals:
             return Proposals.empty()
         longest = max(1, *(len(path) for path in paths))
         return Proposals(
-            torch.tensor(positions, dtype=torch.int64),
+            torch.from_numpy(np.array(positions, dtype=np.int64)),
             torch.from_numpy(_left_aligned(paths, longest, -1, np.int64)),
             torch.from_numpy(_left_aligned(logprobs, longest, -np.inf, np.float32)),
-            torch.tensor([0] * len(paths) if match is None else match, dtype=torch.int64),
+            torch.from_numpy(
+                np.array([0] * len(paths) if match is None else match, dtype=np.int64)
+            ),
         )
 
     def check(self, n_nodes: int) -> None:
@@ -129,28 +131,26 @@ class Proposals:
             )
         if self.q is None or self.q.dim() != 2 or not self.q.is_floating_point():
             raise TreeError("drawn proposals need q of shape [Q, V] and a float type")
-        q, tokens, rows = self.q, self.tokens, draw.tolist()
-        if min(rows) < -1 or max(rows) >= q.shape[0]:
-            raise TreeError(
-                f"proposal draws must name rows -1..{q.shape[0] - 1} of q, found {rows}"
-            )
-        if not bool(((q >= 0) & (q <= 1)).all()) or bool((q.sum(1) - 1).abs().gt(1e-3).any()):
+        rows, tokens = draw.tolist(), self.tokens.tolist()
+        q = self.q.detach().to(torch.float64).numpy()
+        n_rows, vocab_size = q.shape
+        if min(rows) < -1 or max(rows) >= n_rows:
+            raise TreeError(f"proposal draws must name rows -1..{n_rows - 1} of q, found {rows}")
+        # Written so that NaN fails.
+        if q.size and not (q.min() >= 0.0 and q.max() <= 1.0 and abs(q.sum(1) - 1).max() <= 1e-3):
             raise TreeError("drawn proposals need rows of q that are probabilities and sum to 1")
-        drawn = draw >= 0
-        if bool((tokens[drawn, 1:] != -1).any()):
-            raise TreeError("a drawn path must be one token long")
-        first = tokens[drawn, 0]
-        if bool(((first < 0) | (first >= q.shape[1])).any()):
-            raise TreeError(f"drawn tokens must be 0..{q.shape[1] - 1}, found {first.tolist()}")
-        if bool((q[draw[drawn], first] <= 0).any()):
-            raise TreeError("a token of probability 0 cannot have been drawn")
         under: dict[int, int] = {}
         taken: set[tuple[int, int]] = set()
-        for position, row, token in zip(
-            self.positions.tolist(), rows, tokens[:, 0].tolist(), strict=True
-        ):
+        for position, row, path in zip(self.positions.tolist(), rows, tokens, strict=True):
             if row < 0:
                 continue
+            token = path[0]
+            if any(after != -1 for after in path[1:]):
+                raise TreeError("a drawn path must be one token long")
+            if not 0 <= token < vocab_size:
+                raise TreeError(f"drawn tokens must be 0..{vocab_size - 1}, found {token}")
+            if q[row, token] <= 0.0:
+                raise TreeError("a token of probability 0 cannot have been drawn")
             if under.setdefault(row, position) != position:
                 raise TreeError(f"draws from row {row} of q must hang under one node")
             if (row, token) in taken:
@@ -196,18 +196,45 @@ class Ledger:
 
     def under(self, node: int) -> list[tuple[int, int, int, int]]:
         """(slot, token, child, row) of every slot proposed under ``node``, in order."""
-        slots = (self.node == node).nonzero()[:, 0].tolist()
-        return [(s, int(self.token[s]), int(self.child[s]), int(self.row[s])) for s in slots]
+        columns = (self.node, self.token, self.child, self.row)
+        slots = enumerate(zip(*(column.tolist() for column in columns), strict=True))
+        return [(slot, *rest) for slot, (above, *rest) in slots if above == node]
 
 
 def _left_aligned(
     rows: Sequence[Sequence[float]], n_columns: int, padding: float, dtype: type
 ) -> NDArray[Any]:
-    """[K, n_columns] from rows of unequal length; torch would read a list of lists far slower."""
-    filled = np.arange(n_columns) < np.array([len(row) for row in rows])[:, None]
-    aligned: NDArray[Any] = np.full(filled.shape, padding, dtype=dtype)
-    aligned[filled] = np.fromiter(chain.from_iterable(rows), dtype)
+    """[K, n_columns] from rows of unequal length; of a list of lists all would be slower."""
+    padded = chain.from_iterable([*row, *[padding] * (n_columns - len(row))] for row in rows)
+    aligned: NDArray[Any] = np.array([*padded], dtype=dtype).reshape(len(rows), n_columns)
     return aligned
+
+
+def lineage_matrix(lineages: Sequence[int], n_nodes: int) -> NDArray[np.bool_]:
+    """bool [k, N] from k bit sets over N nodes: bit j says whether node j lies on the path."""
+    n_bytes = -(-n_nodes // 8)
+    rows = b"".join([lineage.to_bytes(n_bytes, "little") for lineage in lineages])
+    packed = np.frombuffer(rows, dtype=np.uint8).reshape(len(lineages), n_bytes)
+    return np.unpackbits(packed, axis=1, count=n_nodes, bitorder="little").view(np.bool_)
+
+
+def _bit_sets(matrix: NDArray[np.bool_]) -> list[int]:
+    """What ``lineage_matrix`` undoes: a bit set per row."""
+    packed = np.packbits(matrix, axis=1, bitorder="little")
+    rows, n_bytes = packed.tobytes(), packed.shape[1]
+    starts = range(0, len(rows), n_bytes)
+    return [int.from_bytes(rows[start : start + n_bytes], "little") for start in starts]
+
+
+class TreeLists(NamedTuple):
+    """Columns of a ``TokenTree`` as lists [N]. Not to be written to."""
+
+    token: list[int]
+    parent: list[int]
+    depth: list[int]
+    source: list[int]
+    proposers: list[int]
+    node: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +269,7 @@ class TokenTree:
     ancestors: Tensor
     node: Tensor
     ledger: Ledger | None = None
+    _lists: TreeLists | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.token.shape[0])
@@ -263,12 +291,23 @@ class TokenTree:
             node=zero,
         )
 
+    def lists(self) -> TreeLists:
+        """Columns as lists, made once: as they were when the tree was checked."""
+        return self._lists or self._listed()
+
+    def _listed(self) -> TreeLists:
+        columns = (self.token, self.parent, self.depth, self.source, self.proposers, self.node)
+        lists = TreeLists(*(column.tolist() for column in columns))
+        object.__setattr__(self, "_lists", lists)
+        return lists
+
     def path(self, index: int) -> list[int]:
         """Tokens from the root's child down to node ``index`` (empty for the root)."""
+        token, parent = self.lists().token, self.lists().parent
         tokens: list[int] = []
         while index != ROOT:
-            tokens.append(int(self.token[index]))
-            index = int(self.parent[index])
+            tokens.append(token[index])
+            index = parent[index]
         return tokens[::-1]
 
     def check(self) -> None:
@@ -288,37 +327,33 @@ class TokenTree:
         columns = (self.token, self.parent, self.depth, *scores)
         shapes = all(column.shape == (n,) for column in (*columns, self.node))
         yield "columns have one entry per node", shapes and self.ancestors.shape == (n, n)
-        parent, depth = self.parent.numpy(), self.depth.numpy()
-        logprob, lineage = self.logprob.numpy(), self.ancestors.numpy()
-        own = np.arange(n)
+        token, parent, depth, source, proposers, _ = self._listed()
+        logprob = self.logprob.tolist()
+        inner = range(1, n)
         root = parent[0] == 0 and depth[0] == 0 and logprob[0] == 0.0
-        yield "node 0 is the root: own parent, depth 0, logprob 0", bool(root)
-        above, inner = parent[1:], own[1:]
-        yield "parent[i] < i", bool(((above >= 0) & (above < inner)).all())
-        yield "depth[i] = depth[parent[i]] + 1", bool((depth[1:] == depth[above] + 1).all())
-        yield "logprob[i] <= logprob[parent[i]]", bool((logprob[1:] <= logprob[above]).all())
-        source, proposers = self.source.numpy(), self.proposers.numpy()
-        named = source >= 0
-        held = proposers[named] >> source[named] & 1
-        yield "a node's source is among its proposers", bool(held.all())
-        children = set(zip(above.tolist(), self.token[1:].tolist(), strict=True))
+        yield "node 0 is the root: own parent, depth 0, logprob 0", root
+        yield "parent[i] < i", all(0 <= parent[i] < i for i in inner)
+        falls = all(depth[i] == depth[parent[i]] + 1 for i in inner)
+        yield "depth[i] = depth[parent[i]] + 1", falls
+        outranked = all(logprob[i] <= logprob[parent[i]] for i in inner)
+        yield "logprob[i] <= logprob[parent[i]]", outranked
+        named = all(by < 0 or who >> by & 1 for by, who in zip(source, proposers, strict=True))
+        yield "a node's source is among its proposers", named
+        children = set(zip(parent[1:], token[1:], strict=True))
         yield "siblings have different tokens", len(children) == n - 1
-        expected = lineage[parent]
-        expected[0] = False
-        expected[own, own] = True
-        yield "ancestors are the path to the root", bool((lineage == expected).all())
+        lineage = _bit_sets(self.ancestors.numpy() != 0)
+        paths = all(lineage[i] == lineage[parent[i]] | 1 << i for i in inner)
+        yield "ancestors are the path to the root", paths and lineage[0] == 1
         if self.ledger is not None:
             slots = self.ledger
-            node, child = slots.node.numpy(), slots.child.numpy()
-            yield "ledger slots hang under nodes", bool(((node >= 0) & (node < n)).all())
-            made = child >= 0
-            same = self.token.numpy()[child[made]] == slots.token.numpy()[made]
-            yield (
-                "ledger children hold their slot's token under its node",
-                bool(
-                    (child < n).all() and (parent[child[made]] == node[made]).all() and same.all()
-                ),
+            held, below = slots.token.tolist(), slots.child.tolist()
+            node = slots.node.tolist()
+            yield "ledger slots hang under nodes", all(0 <= above < n for above in node)
+            holds = all(
+                child < 0 or (child < n and parent[child] == above and token[child] == own)
+                for above, own, child in zip(node, held, below, strict=True)
             )
+            yield "ledger children hold their slot's token under its node", holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treegraft.core.roles import TreeBackend
+from treegraft.core.roles import NodeLists, TreeBackend
 from treegraft.core.tree import ROOT, Proposals, TokenTree
 from treegraft.policies.calibration import Calibration, Ints, Outcomes, groups
 
@@ -130,6 +130,9 @@ class CalibratedTree(TreeBackend):
 
     def prune(self, budget: int) -> TokenTree:
         return self._inner.prune(budget)
+
+    def lists(self) -> NodeLists:
+        return self._inner.lists()
 
     def path(self, node: int) -> list[int]:
         return self._inner.path(node)

@@ -197,15 +197,14 @@ class StateFeatures:
         # Some dozen numbers: plain Python on lists is quicker than numpy's calls, which right after
         # a forward take several microseconds each.
         depth = self._shape[1]
-        tree = state.tree
-        scores = tree.logprob.numpy()
-        level, logprob = tree.depth.numpy().tolist(), scores.tolist()
-        above, alive = tree.parent.numpy().tolist(), tree.alive.numpy().tolist()
-        frontier = state.frontier.numpy().tolist()
+        lists = state.tree.lists()
+        level, above, alive = lists.depth, lists.parent, lists.alive
+        logprob = [*lists.logprob]
+        frontier = state.frontier.tolist()
         n_frontier = len(frontier)
         at = [level[node] for node in frontier]
         mean_depth, lowest, highest = sum(at) / n_frontier, min(at) - LOOKBACK, max(at)
-        order = np.argsort(-scores, kind="stable").tolist()
+        order = sorted(range(len(level)), key=logprob.__getitem__, reverse=True)  # stable
         if not all(alive):
             # Nodes that a graft has taken out are not verified, and hang under nobody.
             order = [node for node in order if alive[node]]
@@ -226,7 +225,7 @@ class StateFeatures:
             sum(map(math.exp, of_frontier)),
             of_frontier.count(-math.inf) / n_frontier,
             math.log1p(n_frontier),
-            math.log(tree.n_nodes),
+            math.log(len(level)),
             # The root, which is sure, comes first.
             sum(math.exp(logprob[node]) for node in order[1 : self._budget + 1]),
         )

@@ -130,12 +130,13 @@ class TreegraftGraft(GraftPolicy):
     def _positions(self, tree: TreeBackend, index: int, frontier: Tensor, width: int) -> Tensor:
         """int64 [k]: where a scoring drafter hangs its tokens."""
         config = self._config
-        depth = tree.depth.numpy()[frontier.numpy()]
-        low, high = int(depth.min()) - config.lookback, int(depth.max())
+        depth = tree.lists().depth
+        depths = [depth[node] for node in frontier.tolist()]
+        low, high = min(depths) - config.lookback, max(depths)
         if config.reach == "any":
             low, high = 0, tree.n_nodes
         elif not config.reselect:
-            low = int(depth.min())
+            low = min(depths)
         unvisited_by = None if config.revisit else index
         if config.reselect and config.recover:
             return tree.best(width, low, high, unvisited_by)
@@ -286,7 +287,7 @@ def _expand(
 
 def _n_alive(tree: TreeBackend) -> int:
     """Nodes of the tree that were not taken out, the root included."""
-    return int(np.count_nonzero(tree.alive.numpy()))
+    return sum(tree.lists().alive)
 
 
 def _longest_match_first(proposals: Proposals) -> Iterator[tuple[int, list[int], list[float]]]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from treegraft.core.roles import Verifier
 from treegraft.core.sampling import TargetDistribution
@@ -106,7 +107,7 @@ class LedgerVerifier(Verifier):
         if ledger is None or not slots:
             return target.token(node), None
         position = target.position(node)
-        law = target.probabilities(node)
+        law = target.probabilities(node).numpy()
         sources = _Sources(ledger, law.shape[0])
         for slot, token, below, row in slots:
             q = sources.next(row, token)
@@ -114,16 +115,14 @@ class LedgerVerifier(Verifier):
             wanted = float(law[token]) if token < law.shape[0] else 0.0
             if wanted > 0.0 and target.noise.coin(position, slot) * float(q[token]) < wanted:
                 return token, below
-            rest = (law - q).clamp_min(0.0)
+            rest = np.maximum(law - q, 0.0)
             mass = float(rest.sum())
             if mass > 0.0:
                 law = rest / mass
             elif wanted > 0.0:  # law and q are one and the same, so only rounding rejected it
                 return token, below
             # Else rounding drew what the target excludes, and the law stays.
-        if target.sampling.temperature == 0.0:
-            return int(law.argmax()), None
-        return int((law.log() + target.noise.at(position)).argmax()), None
+        return _pick(law, position, target), None
 
 
 @final
@@ -163,7 +162,7 @@ class _Traversal:
 
     def visit(self, node: int, rate: float) -> tuple[list[int], list[int]] | None:
         """Nodes and tokens of what is accepted under ``node``; None if the node is rejected."""
-        law = self._target.probabilities(node)
+        law = self._target.probabilities(node).numpy()
         sources = _Sources(self._tree.ledger, law.shape[0])
         for slot, token, below, row in self._slots(node):
             q = sources.next(row, token)
@@ -174,7 +173,7 @@ class _Traversal:
                 found = self._try(slot, token, below, passed)
                 if found is not None:
                     return found
-            rest = (scaled - q).clamp_min(0.0)
+            rest = np.maximum(scaled - q, 0.0)
             mass = float(rest.sum())
             if mass <= 0.0:
                 # All of the rate went into the slot; at the root a rounding error is what is left.
@@ -184,10 +183,7 @@ class _Traversal:
             law, rate = rest / mass, mass / (mass + (1.0 - rate))
         if self._target.noise.coin(self._root_position, self._n_coins + node) >= rate:
             return None
-        if self._target.sampling.temperature == 0.0:
-            return [], [int(law.argmax())]
-        noise = self._target.noise.at(self._target.position(node))
-        return [], [int((law.log() + noise).argmax())]
+        return [], [_pick(law, self._target.position(node), self._target)]
 
     def _try(
         self, slot: int, token: int, below: int, rate: float
@@ -209,21 +205,29 @@ class _Sources:
         self._vocab_size = vocab_size
         self._gone: dict[int, list[int]] = {}
 
-    def next(self, row: int, token: int) -> Tensor:
+    def next(self, row: int, token: int) -> NDArray[np.float64]:
         if row < 0 or self._ledger is None:
-            q = torch.zeros(self._vocab_size, dtype=torch.float64)
+            q = np.zeros(self._vocab_size)
             q[token] = 1.0
             return q
         gone = self._gone.setdefault(row, [])
-        left = self._ledger.q[row].to(torch.float64, copy=True)
+        left = self._ledger.q[row].numpy().astype(np.float64)
         left[gone] = 0.0
         left /= left.sum()
         gone.append(token)
         # Ids that only one of the two has: the target gives the drafter's 0, and it the target's.
         missing = self._vocab_size - left.shape[0]
-        return torch.nn.functional.pad(left, (0, missing)) if missing else left
+        return np.pad(left, (0, missing)) if missing > 0 else left[: self._vocab_size]
+
+
+def _pick(law: NDArray[np.float64], position: int, target: TargetDistribution) -> int:
+    """The token at ``position`` by ``law`` float64 [V] and its noise; the likeliest if greedy."""
+    if target.sampling.temperature == 0.0:
+        return int(law.argmax())
+    with np.errstate(divide="ignore"):
+        return target.noise.token(position, torch.from_numpy(np.log(law)))
 
 
 def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
-    parent, token = tree.parent.tolist(), tree.token.tolist()
+    parent, token = tree.lists().parent, tree.lists().token
     return {(parent[i], token[i]): i for i in range(1, len(token))}

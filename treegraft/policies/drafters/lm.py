@@ -1,25 +1,25 @@
 """The model drafter: any smaller causal language model, with an incremental KV for the tree.
 
-Shapes: N working-tree nodes, R nodes read so far, S cache rows, V vocabulary of this model. Small
-index arithmetic is numpy's (docs/decisions/0002-host-tree.md); what touches V is torch's.
+Shapes: N working-tree nodes, R nodes read so far, S cache rows, V vocabulary of this model. What
+has an entry per node is a list (docs/decisions/0002-host-tree.md); what touches V is torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Literal, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from treegraft.core.language_model import LanguageModel, extend, has_nan
 from treegraft.core.offers import Offers
-from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
-from treegraft.core.sampling import keyed_gumbel
-from treegraft.core.tree import ROOT, Proposals
+from treegraft.core.roles import Commit, Context, NodeLists, ScoringDrafter, TreeBackend
+from treegraft.core.sampling import keyed_top
+from treegraft.core.tree import Proposals, lineage_matrix
 
 
 class ModelDrafterConfig(BaseModel):
@@ -65,7 +65,6 @@ class LmConfig(ModelDrafterConfig):
     kind: Literal["lm"] = "lm"
 
 
-_N_NODES = 256  # room for nodes of the working tree, before it has to grow
 _RIDE = 16
 """Unread text up to this many tokens goes through the model together with the tree's nodes."""
 
@@ -105,14 +104,13 @@ class LmDrafter(ScoringDrafter):
     def _clear_tree(self) -> None:
         # Node -> its rank in reading order (-1: unread); its KV row is len(text) - 1 + rank, and
         # log q of what follows it is row rank of _logq, float32 [>= R, V] on the model's device.
-        self._n_nodes = self._n_read = 0
-        # The arrays have room for more nodes than there are, and are cut when they are read.
-        self._rank: NDArray[np.int64] = np.full(_N_NODES, -1, dtype=np.int64)
-        # log q of each node so far, and which have one (not the root, whose entry says nothing); it
-        # never changes while the committed text stands.
-        self._scores: NDArray[np.float32] = np.full(_N_NODES, -np.inf, dtype=np.float32)
-        self._scored: NDArray[np.bool_] = np.zeros(_N_NODES, dtype=np.bool_)
-        self._scored[ROOT] = True
+        self._rank: list[int] = []
+        # Bit j of a rank's lineage: the node of rank j lies on its path.
+        self._lineage: list[int] = []
+        # log q of each node so far (-inf: unknown), and which have one; it never changes while the
+        # committed text stands.
+        self._scores: list[float] = []
+        self._scored: list[bool] = []
         # Draws of this step, so that no two use the same noise.
         self._n_draws = 0
         # What follows text that was read late, if somebody asks (see ``offers``).
@@ -141,7 +139,7 @@ class LmDrafter(ScoringDrafter):
         """
         if self._spoiled:
             self._cache, self._n_rows, self._n_kv = None, 0, 0
-            self._n_read = 0
+            self._clear_tree()
             self._spoiled = False
 
     def _reserve(self, n_rows: int) -> None:
@@ -155,63 +153,62 @@ class LmDrafter(ScoringDrafter):
 
     def observe(self, commit: Commit) -> None:
         self._clean_cache()
-        if self._n_read:
+        if self._lineage:
             ranks: list[int] = []
             for node in commit.path:
-                if node >= self._n_nodes or self._rank[node] < 0:
+                if node >= len(self._rank) or self._rank[node] < 0:
                     break
-                ranks.append(int(self._rank[node]))
+                ranks.append(self._rank[node])
             base = len(self._text) - 1
             self._n_kv = base + 1 + len(ranks)
-            if any(rank != place for place, rank in enumerate(ranks, 1)):
-                source = base + torch.tensor(ranks)
-                place = torch.arange(base + 1, self._n_kv)
-                self._model.move_(self._cache, source, place)
+            if ranks != [*range(1, len(ranks) + 1)]:
+                source = _int64([base + rank for rank in ranks])
+                self._model.move_(self._cache, source, _int64(range(base + 1, self._n_kv)))
         self._text.extend(commit.tokens)
         self._clear_tree()
 
     def score(self, tree: TreeBackend) -> Tensor:
-        n = self._follow(tree)
-        alive = tree.alive.numpy()
+        lists = self._follow(tree)
+        token, parent, alive, rank = lists.token, lists.parent, lists.alive, self._rank
         # Nodes that were taken out are not read for; one that comes back is scored then.
-        fresh = (alive & ~self._scored[:n]).nonzero()[0]
-        if fresh.shape[0]:
-            parent, token = tree.parent.numpy()[fresh], tree.token.numpy()[fresh]
-            unread = self._rank[:n] < 0
-            inner = np.zeros(n, dtype=np.bool_)
-            inner[parent] = True
-            if (inner & unread).any():
-                leaves = (alive & ~inner & unread).nonzero()[0]
-                if leaves.shape[0] <= self._read_ahead:
-                    inner[leaves] = True
-                self._read(tree, inner)
-            known = np.minimum(token, self._last_id)
-            place = self._rank[parent] * self._model.vocab_size + known
+        fresh = [
+            node for node, scored in enumerate(self._scored) if not scored and alive[node] and node
+        ]
+        if fresh:
+            inner = {parent[node] for node in fresh}
+            if any(rank[node] < 0 for node in inner):
+                leaves = [
+                    node
+                    for node, place in enumerate(rank)
+                    if place < 0 and alive[node] and node not in inner
+                ]
+                if len(leaves) <= self._read_ahead:
+                    inner.update(leaves)
+                self._read(lists, inner)
+            vocab_size, last_id = self._model.vocab_size, self._last_id
+            places = [rank[parent[node]] * vocab_size + min(token[node], last_id) for node in fresh]
             flat = self._logq.view(-1)
-            scores = flat.index_select(0, torch.from_numpy(place).to(flat.device)).cpu().numpy()
-            if token.max() > self._last_id:  # an id that this model does not have cannot follow
-                scores[token > self._last_id] = -np.inf
-            self._scores[fresh] = scores
-            self._scored[fresh] = True
-        return torch.from_numpy(self._scores[:n].copy())
+            scores = flat.index_select(0, _int64(places).to(flat.device)).tolist()
+            for node, score in zip(fresh, scores, strict=True):
+                self._scored[node] = True
+                if token[node] <= last_id:  # an id that this model does not have cannot follow
+                    self._scores[node] = score
+        return torch.from_numpy(np.array(self._scores, dtype=np.float32))
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
-        self._follow(tree)
-        places = positions.numpy()
-        wanted = np.zeros(tree.n_nodes, dtype=np.bool_)
-        wanted[places] = True
-        self._read(tree, wanted)
-        ranks = torch.from_numpy(self._rank[places])
-        logq = self._logq.index_select(0, ranks.to(self._logq.device))
-        if self._temperature > 0.0 and not bool(logq[:, 0].isnan().any()):
+        lists = self._follow(tree)
+        places: list[int] = positions.tolist()
+        self._read(lists, places)
+        logq = self._rows([self._rank[node] for node in places])
+        if self._temperature > 0.0 and not has_nan(logq):
             return self._drawn(logq.cpu(), positions, width)
         top = logq.topk(min(width, self._model.vocab_size), dim=-1)
         k = top.indices.shape[-1]
         return Proposals(
-            torch.from_numpy(places.repeat(k)),
+            _int64([node for node in places for _ in range(k)]),
             top.indices.view(-1, 1).cpu(),
             top.values.view(-1, 1).cpu(),
-            torch.from_numpy(np.zeros(len(places) * k, dtype=np.int64)),
+            _int64([0] * (len(places) * k)),
         )
 
     def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
@@ -223,11 +220,10 @@ class LmDrafter(ScoringDrafter):
         """
         self._asked = width
         self._follow(tree)
-        read = [(j, int(self._rank[node])) for j, node in enumerate(path) if self._rank[node] >= 0]
+        read = [(j, self._rank[node]) for j, node in enumerate(path) if self._rank[node] >= 0]
         if not read:
             return self._late
-        ranks = torch.tensor([rank for _, rank in read], device=self._logq.device)
-        tokens = self._likeliest(self._logq.index_select(0, ranks), width)
+        tokens = self._likeliest(self._rows([rank for _, rank in read]), width)
         return self._late | dict(zip((j for j, _ in read), tokens, strict=True))
 
     def _likeliest(self, logq: Tensor, width: int) -> list[list[list[int]]]:
@@ -236,93 +232,89 @@ class LmDrafter(ScoringDrafter):
         paths: list[list[list[int]]] = top[..., None].tolist()
         return paths
 
+    def _rows(self, ranks: Sequence[int]) -> Tensor:
+        """float32 [k, V]: log q of what follows the nodes of these ranks. Not to be written to."""
+        if ranks and [*ranks] == [*range(ranks[0], ranks[0] + len(ranks))]:
+            return self._logq[ranks[0] : ranks[0] + len(ranks)]
+        return self._logq.index_select(0, _int64(ranks).to(self._logq.device))
+
     def _drawn(self, logq: Tensor, positions: Tensor, width: int) -> Proposals:
-        """Children of ``positions`` [k] given log q float32 [k, V], some of them drawn.
-
-        The highest of log q + Gumbel noise are draws without replacement in their order (Gumbel
-        top-k; Kool et al. 2019).
-        """
-        n, vocab_size = logq.shape
-        # As the target's logits are: a tiny temperature must not make all of them infinite.
-        shifted = logq.double() - logq.double().amax(-1, keepdim=True)
-        tempered = (shifted / max(self._temperature, 1e-30)).log_softmax(-1)
-        noise = torch.stack(
-            [
-                keyed_gumbel(
-                    self._seed, len(self._text), vocab_size, self._stream, self._n_draws + i
-                )
-                for i in range(n)
-            ]
-        )
-        self._n_draws += n
+        """Children of ``positions`` [k] given log q float32 [k, V], some of them drawn."""
+        own = logq.numpy()
+        n, vocab_size = own.shape
         n_drawn = min(width if self._children == "sample" else 1, vocab_size)
-        drawn = (tempered + noise).topk(n_drawn, dim=-1).indices
-        likeliest = logq.topk(min(width - n_drawn, vocab_size), dim=-1).indices
-        tokens = torch.cat([drawn, likeliest], dim=1)
-        k = tokens.shape[1]
-        row = torch.arange(n)[:, None].expand(n, n_drawn)
-        draw = torch.cat([row, torch.full((n, k - n_drawn), -1)], dim=1).reshape(-1)
-        q = tempered.exp()
-        scores = logq.gather(1, tokens)
-        # A probability that underflowed to 0 cannot be drawn.
-        possible = (draw < 0) | (q.gather(1, tokens) > 0).reshape(-1)
+        n_likeliest = min(width - n_drawn, vocab_size)
+        tempered = own.astype(np.float64)
+        # As the target's logits are: a tiny temperature must not make all of them infinite.
+        tempered -= tempered.max(-1, keepdims=True)
+        tempered /= max(self._temperature, 1e-30)
+        q = np.exp(tempered)
+        q /= q.sum(-1, keepdims=True)
+        likeliest = logq.topk(n_likeliest, dim=-1).indices.tolist() if n_likeliest else [[]] * n
+        rows: list[int] = []
+        tokens: list[int] = []
+        draw: list[int] = []
+        for row in range(n):
+            place = (self._seed, len(self._text), self._stream, self._n_draws)
+            self._n_draws += 1
+            drawn = keyed_top(tempered[row], n_drawn, *place).tolist()
+            # A probability that underflowed to 0 cannot be drawn.
+            drawn = [token for token in drawn if q[row, token] > 0.0]
+            tokens += drawn + likeliest[row]
+            draw += [row] * len(drawn) + [-1] * len(likeliest[row])
+            rows += [row] * (len(drawn) + len(likeliest[row]))
         return Proposals(
-            positions.repeat_interleave(k)[possible],
-            tokens.reshape(-1, 1)[possible],
-            scores.reshape(-1, 1)[possible],
-            torch.zeros(n * k, dtype=torch.int64)[possible],
-            draw[possible],
-            q,
+            positions=torch.from_numpy(positions.numpy()[rows]),
+            tokens=torch.from_numpy(np.array(tokens, dtype=np.int64)[:, None]),
+            logprobs=torch.from_numpy(own[rows, tokens][:, None]),
+            match=torch.from_numpy(np.zeros(len(rows), dtype=np.int64)),
+            draw=torch.from_numpy(np.array(draw, dtype=np.int64)),
+            q=torch.from_numpy(q),
         )
 
-    def _follow(self, tree: TreeBackend) -> int:
-        """Take note of nodes that were added since the last call; how many nodes there are."""
-        n, room = tree.n_nodes, self._rank.shape[0]
-        self._n_nodes = n
-        if n > room:
-            more = max(n - room, room)
-            self._rank = np.concatenate([self._rank, np.full(more, -1, dtype=np.int64)])
-            self._scored = np.concatenate([self._scored, np.zeros(more, dtype=np.bool_)])
-            unscored = np.full(more, -np.inf, dtype=np.float32)
-            self._scores = np.concatenate([self._scores, unscored])
-        return n
+    def _follow(self, tree: TreeBackend) -> NodeLists:
+        """The tree's columns, after taking note of nodes that were added since the last call."""
+        lists = tree.lists()
+        more = len(lists.token) - len(self._rank)
+        if more:
+            self._rank += [-1] * more
+            self._scores += [-inf] * more
+            self._scored += [False] * more
+        return lists
 
-    def _read(self, tree: TreeBackend, wanted: NDArray[np.bool_]) -> None:
-        """One forward over the unread of ``wanted`` bool [N] and their unread ancestors."""
-        missing = self._rank[: self._n_nodes] < 0
-        unread = (wanted & missing).nonzero()[0]
-        if unread.shape[0] == 0:
+    def _read(self, lists: NodeLists, wanted: Iterable[int]) -> None:
+        """One forward over the unread of ``wanted`` and their unread ancestors."""
+        rank, lineage, parent = self._rank, self._lineage, lists.parent
+        unread: set[int] = set()
+        for node in wanted:
+            while rank[node] < 0 and node not in unread:
+                unread.add(node)
+                node = parent[node]  # the root is its own
+        if not unread:
             return
-        lineage = tree.ancestors(torch.from_numpy(unread)).numpy()
-        nodes = (lineage.any(0) & missing).nonzero()[0]
-        if nodes.shape[0] != unread.shape[0]:
-            lineage = tree.ancestors(torch.from_numpy(nodes)).numpy()
-        base = len(self._text) - 1
-        first, last = self._n_read, self._n_read + nodes.shape[0]
-        self._rank[nodes] = np.arange(first, last)
-        self._n_read = last
+        first = len(lineage)
+        nodes = sorted(unread)  # parents first
+        for place, node in enumerate(nodes, first):
+            rank[node] = place
+            lineage.append(lineage[rank[parent[node]]] | 1 << place if node else 1)
+        base, last = len(self._text) - 1, len(lineage)
         self._reserve(base + last)
         pending = self._pending(base) if first == 0 else []
         n_text = len(pending)
         # Columns: the committed text before the root, then the nodes read so far. Text that is
         # still to be read rides along in the same forward, causally.
-        visible = np.zeros((n_text + nodes.shape[0], base + last), dtype=np.bool_)
-        visible[n_text:, :base] = True
-        query, ancestor = lineage.nonzero()
-        visible[n_text + query, base + self._rank[ancestor]] = True
-        tokens, depth = tree.token.numpy()[nodes], tree.depth.numpy()[nodes]
-        rows, positions = np.arange(base + first, base + last), base + depth
+        visible = np.ones((n_text + len(nodes), base + last), dtype=np.bool_)
+        visible[n_text:, base:] = lineage_matrix(lineage[first:], last)
         if n_text:
-            places = np.arange(base - n_text, base)
-            visible[:n_text, :base] = np.arange(base) <= places[:, None]
-            tokens = np.concatenate([np.array(pending, dtype=np.int64), tokens])
-            rows = np.arange(base - n_text, base + last)
-            positions = np.concatenate([places, positions])
+            visible[:n_text] = np.arange(base + last) <= np.arange(base - n_text, base)[:, None]
+        tokens = pending + [lists.token[node] for node in nodes]
+        depth = lists.depth
+        positions = [*range(base - n_text, base), *(base + depth[node] for node in nodes)]
         logits = self._model.forward(
             self._cache,
-            torch.from_numpy(np.minimum(tokens, self._last_id)),
-            torch.from_numpy(rows),
-            torch.from_numpy(positions),
+            _int64([min(token, self._last_id) for token in tokens]),
+            _int64(range(base + first - n_text, base + last)),
+            _int64(positions),
             torch.from_numpy(visible),
         )
         self._spoiled = self._spoiled or has_nan(logits)
@@ -354,3 +346,7 @@ class LmDrafter(ScoringDrafter):
                 pass
             self._n_kv += n_early
         return self._text[self._n_kv : base]
+
+
+def _int64(numbers: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))

@@ -103,7 +103,8 @@ class RecycleDrafter(Drafter):
         return offers_of(self.propose(tree, torch.tensor(path), width), path)
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
-        at = tree.token[positions].numpy()
+        token = tree.lists().token
+        at = np.array([token[node] for node in positions.tolist()], dtype=np.int64)
         first = self._successors[at, :width]
         row, rank = (first >= 0).nonzero()
         if not row.shape[0]:
@@ -118,8 +119,8 @@ class RecycleDrafter(Drafter):
             tokens[known, level] = self._successors[above[known], 0]
             logprobs[known, level] = self._logprobs[above[known], 0]
         return Proposals(
-            positions[torch.from_numpy(row)],
+            torch.from_numpy(positions.numpy()[row]),
             torch.from_numpy(tokens),
             torch.from_numpy(logprobs),
-            torch.ones(row.shape[0], dtype=torch.int64),
+            torch.from_numpy(np.ones(row.shape[0], dtype=np.int64)),
         )
