@@ -41,7 +41,8 @@ from treegraft.cli import app as cli
         ),
         (
             "generate --target m --scheduler sometimes -p x",
-            "--scheduler must be one of never, always, priority, cost_aware, budgeted, "
+            "--scheduler must be one of never, always, priority, cost_aware, online, "
+            "budgeted, "
             "fixed:NAME,NAME,..., value:DIR or package.module:Class, found 'sometimes'",
         ),
         (

@@ -36,9 +36,8 @@ SchedulerName = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="never, always, priority, cost_aware, budgeted, fixed:NAME,NAME,... (drafter of each "
-        "layer), value:DIR (of treegraft schedule fit), or "
-        "package.module:Class.",
+        help="never, always, priority, cost_aware, online, budgeted, fixed:NAME,NAME,... (drafter "
+        "of each layer), value:DIR (of treegraft schedule fit), or package.module:Class.",
     ),
 ]
 Depth = Annotated[int | None, typer.Option("--depth", help="Drafting layers a step.")]
