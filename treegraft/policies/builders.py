@@ -35,6 +35,7 @@ class _BudgetedConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    kind: str
     depth: int = _Depth
     width: int = _Width
     budget: _BudgetOption = Field(
