@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treegraft.core.errors import PolicyError, TreeError
+from treegraft.core.offers import Offers
 from treegraft.core.roles import DraftState, ScoringDrafter, Touched, TreeBackend
 from treegraft.core.sampling import History
 from treegraft.core.tree import ROOT, TokenTree
@@ -115,11 +117,14 @@ class Drafting:
                 tree.reroot_(self._left, max_depth, parts.builder.budget)
                 self._left = None
             reused = tree.n_nodes - 1
+            began = perf_counter()
             layers = self._grow()
             side_calls = [i for layer in layers for i in layer.riders]
             calls = [layer.drafter for layer in layers if layer.drafter is not None]
             if calls:
                 side_calls += self.finish(calls)
+            with named("builder", parts.builder, "drafted"):
+                parts.builder.drafted(perf_counter() - began, len(text))
             with named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth)
@@ -131,6 +136,20 @@ class Drafting:
                 proposed=_count_bits(tree.lists().proposers, n),
                 reused=reused,
             )
+
+    def offers(self, path: Sequence[int]) -> list[Offers | None]:
+        """What each drafter would have proposed along the last draft's verified path.
+
+        ``path`` as in ``Commit``; called before the drafters observe it. Behind nodes that a
+        builder has numbered in its own way nothing is asked.
+        """
+        parent, nodes = self.tree.lists().parent, [ROOT]
+        for node in path:
+            if not 0 < node < len(parent) or parent[node] != nodes[-1]:
+                break
+            nodes.append(node)
+        width = self.parts.builder.width
+        return [drafter.offers(self.tree, nodes, width) for drafter in self.parts.drafters]
 
     def committed(self, path: Sequence[int], tokens: Sequence[int], more: bool) -> None:
         """The last draft was verified: working-tree nodes and tokens as in ``Commit``.
@@ -157,7 +176,7 @@ class Drafting:
         layers: list[Layer] = []
         calls: list[int] = []
         n_reached: list[int] = []
-        frontier = torch.tensor([ROOT])
+        frontier = _root()
         for number in range(1, parts.builder.depth + 1):
             chosen, index = self._choose(number, calls, frontier, n_reached)
             if index is None:
@@ -199,7 +218,7 @@ class Drafting:
         living = [alive[node] for node in frontier.tolist()]
         if all(living):
             return frontier
-        return frontier[torch.tensor(living)] if any(living) else torch.tensor([ROOT])
+        return frontier[torch.tensor(living)] if any(living) else _root()
 
     def _choose(
         self, layer: int, calls: Sequence[int], frontier: Tensor, reached: Sequence[int]
@@ -308,6 +327,11 @@ class Drafting:
         """Whether text and tree lie within the context of a drafter."""
         limit = self.parts.drafters[index].limit
         return limit is None or len(self.history.tokens) + max(self.tree.lists().depth) <= limit
+
+
+def _root() -> Tensor:
+    """The frontier of a tree that is its root."""
+    return torch.from_numpy(np.array([ROOT], dtype=np.int64))
 
 
 def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:

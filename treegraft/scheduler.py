@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import zip_longest
 
+import numpy as np
+
 from treegraft.backends.artefact import Artefact
 from treegraft.backends.cost import elsewhere, environment
-from treegraft.components import build_component
+from treegraft.components import build_component, component_class
 from treegraft.config import PipelineConfig
 from treegraft.core.errors import ScheduleError
 from treegraft.core.language_model import LanguageModel
-from treegraft.core.roles import Scheduler, TreeBuilder
+from treegraft.core.roles import Scheduler, ScoringDrafter, TreeBuilder
 from treegraft.policies.features import FEATURES_VERSION, StateFeatures
+from treegraft.policies.grafts import (
+    BudgetSwapConfig,
+    ReplaceConfig,
+    TreegraftConfig,
+)
+from treegraft.policies.online import OnlineConfig, OnlineScheduler
+from treegraft.policies.replay import Habits
 from treegraft.policies.schedulers import (
     CostAwareConfig,
     CostAwareScheduler,
@@ -87,11 +96,29 @@ def build_scheduler(
         return FixedScheduler(config.fixed_calls)
     if isinstance(settings, CostAwareConfig):
         return CostAwareScheduler(settings, config.drafter_names, builder.budget)
+    if isinstance(settings, OnlineConfig):
+        names, habits = config.drafter_names, _habits(config)
+        return OnlineScheduler(settings, names, builder.depth, builder.budget, habits)
     if isinstance(settings, ValueConfig):
         assert artefact is not None
         return _value_scheduler(config, settings, builder, artefact, models)
     scheduler: Scheduler = build_component("scheduler", settings)
     return scheduler
+
+
+def _habits(config: PipelineConfig) -> Habits:
+    """How the drafters act in the trees of ``config``; a graft of one's own recovers nothing."""
+    classes = [component_class("drafter", drafter) for drafter in config.drafters]
+    scores = np.array([issubclass(found, ScoringDrafter) for found in classes], dtype=np.bool_)
+    graft = config.graft
+    if isinstance(graft, TreegraftConfig):
+        recovers = graft.reselect and graft.recover and graft.lookback > 0
+        anywhere = graft.reach == "any"
+    else:
+        recovers = isinstance(graft, ReplaceConfig | BudgetSwapConfig) and graft.lookback > 0
+        anywhere = False
+    riders = tuple(map(config.drafter_names.index, config.ride_along))
+    return Habits(scores & recovers, anywhere, scores, riders)
 
 
 def _value_scheduler(
