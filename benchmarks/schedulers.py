@@ -38,7 +38,10 @@ def main(
 ) -> None:
     """Decode every prompt with every configuration; tokens must not differ."""
     costs = {"ngram": ngram, "small": small}
-    reckoning = {"kind": "cost_aware", "costs": costs, "target_cost": target, "node_cost": node}
+    given = {"costs": costs, "target_cost": target, "node_cost": node}
+    # A budget for every step: of the drafting that fixed does, a layer of the model and two others.
+    seconds_of = {"target": target, "node": node, "drafting": small + 2 * ngram}
+    auto = {**SETTINGS["builder"], "budget": "auto", "budget_limit": 31, "budget_costs": seconds_of}
     changes: dict[str, dict[str, Any]] = {
         "plain": {"drafters": []},
         "never": {},
@@ -47,7 +50,9 @@ def main(
         "fixed": {"scheduler": FIXED},
         "fixed, calibrated": {"scheduler": FIXED, "calibration": ONLINE},
         "priority": {"scheduler": {"kind": "priority"}},
-        "cost_aware": {"scheduler": reckoning, "calibration": ONLINE},
+        "fixed, budget auto": {"scheduler": FIXED, "calibration": ONLINE, "builder": auto},
+        "cost_aware": {"scheduler": {"kind": "cost_aware", **given}, "calibration": ONLINE},
+        "online": {"scheduler": {"kind": "online", **given}},
     }
     pipelines = build_pipelines({k: parse_config(SETTINGS | c) for k, c in changes.items()})
     prompts = demo_prompts(per_kind)

@@ -10,6 +10,7 @@ from table_models import hashed_model
 from torch import Tensor
 
 from treegraft.core.errors import DrafterError
+from treegraft.core.offers import Offers, offers_of
 from treegraft.core.roles import Commit, Context, Drafter, ScoringDrafter, TreeBackend
 from treegraft.core.tree import Proposals
 
@@ -22,6 +23,9 @@ class _Told(Drafter):
 
     def observe(self, commit: Commit) -> None:
         self.text += commit.tokens
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return offers_of(self.propose(tree, torch.tensor(path), width), path)
 
 
 class AlwaysWrong(_Told):
@@ -119,6 +123,9 @@ class ScriptedScorer(ScoringDrafter):
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         return self.inner.propose(tree, positions, width)
 
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return self.inner.offers(tree, path, width)
+
     def score(self, tree: TreeBackend) -> Tensor:
         return torch.full((tree.n_nodes,), self.value)
 
@@ -167,6 +174,9 @@ class Faulty(ScoringDrafter):
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         first = positions[:1].tolist()
         return self._act("propose", Proposals.of_paths(first, [[1]], [[-0.1]]))
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return self._act("offers", {0: [[1]]})
 
     def score(self, tree: TreeBackend) -> Tensor:
         return self._act("score", torch.full((tree.n_nodes,), -0.1), tree.n_nodes)

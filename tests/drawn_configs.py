@@ -85,7 +85,7 @@ class Case:
         """Whether a text is drafted otherwise after another one; tokens are the same."""
         keeps = any(d.get("keep") or d.get("store_tokens") for d in self.config["drafters"])
         keeps = keeps or self.config.get("fallback") == "auto"
-        return keeps or bool(self.config["scheduler"]["kind"] == "cost_aware")
+        return keeps or self.config["scheduler"]["kind"] in {"cost_aware", "online"}
 
     @property
     def exact(self) -> bool:
@@ -209,11 +209,48 @@ def cost_aware(room: Room) -> st.SearchStrategy[Options]:
     )
 
 
+def online(room: Room) -> st.SearchStrategy[Options]:
+    seconds = st.floats(1e-6, 1.0)
+    every = {f"d{i}": seconds for i in range(room.n_drafters)}
+    given = {"kind": st.just("online"), "costs": st.fixed_dictionaries(every)}
+    return st.fixed_dictionaries(
+        given | {"target_cost": seconds, "seed": st.integers(0, 9)},
+        optional={
+            "node_cost": st.floats(0, 0.1),
+            "learning_rate": st.floats(0.1, 20.0),
+            "share": st.floats(0.0, 0.5),
+            "refresh": st.integers(1, 9),
+        },
+    )
+
+
 SHAPE = {
     "depth": st.sampled_from([3, 5, 6, 4, 2, 1, 0]),
     "width": st.one_of(st.integers(2, 5), st.integers(1, 12)),
     "budget": st.one_of(st.integers(4, 24), st.integers(0, 8)),
 }
+
+_COSTS = st.fixed_dictionaries(
+    {"target": st.floats(1e-6, 1.0)},
+    optional={"node": st.floats(0, 0.3), "drafting": st.floats(0, 1.0)},
+)
+AUTO = {
+    "budget": st.just("auto"),
+    "budget_limit": st.one_of(st.integers(4, 24), st.integers(0, 8)),
+    # Given: with measured ones no two runs verify alike.
+    "budget_costs": _COSTS,
+}
+
+
+def shaped(kind: str) -> st.SearchStrategy[Options]:
+    """A builder with a budget, one time in four of each step's own."""
+    auto = st.fixed_dictionaries(
+        {"kind": st.just(kind), **AUTO}, optional={n: SHAPE[n] for n in ("depth", "width")}
+    )
+    return st.sampled_from([False, False, False, True]).flatmap(
+        lambda goes_by_costs: auto if goes_by_costs else options(kind, **SHAPE)
+    )
+
 
 STATIC_SHAPES = (
     [[0]],
@@ -238,8 +275,8 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
         "adversarial_drafters:ScriptedScorer": lambda room: script(room, "ScriptedScorer"),
     },
     "builder": {
-        "layered": lambda room: options("layered", **SHAPE),
-        "best_first": lambda room: options("best_first", **SHAPE),
+        "layered": lambda room: shaped("layered"),
+        "best_first": lambda room: shaped("best_first"),
         "chain": lambda room: options("chain", depth=st.integers(0, 6)),
         "static": lambda room: st.sampled_from(STATIC_SHAPES).map(
             lambda paths: {"kind": "static", "paths": paths}
@@ -280,6 +317,7 @@ PARTS: dict[str, dict[str, Callable[[Room], st.SearchStrategy[Options]]]] = {
             {"kind": st.just("budgeted"), "calls": st.integers(0, 9)}
         ),
         "cost_aware": cost_aware,
+        "online": online,
         "priority": lambda room: options("priority", hand_over=st.booleans()),
         "whimsical_parts:WhimsicalScheduler": lambda room: own(
             "whimsical_parts:WhimsicalScheduler", seed=SEEDS
@@ -459,7 +497,7 @@ def cases(draw: st.DrawFn, rooms: st.SearchStrategy[Room]) -> Case:
     roles = {role: draw(part(role, room)) for role in ("graft", "scheduler", "verifier")}
     online = {"kind": "online", "scope": "text", "strength": 0.5}
     none = {"kind": "none"}
-    reckons = roles["scheduler"]["kind"] == "cost_aware"
+    reckons = roles["scheduler"]["kind"] == "cost_aware" or builder.get("budget") == "auto"
     config = {
         "target": {"model": "target"},
         "drafters": [{**drafter, "name": f"d{i}"} for i, drafter in enumerate(drafters)],

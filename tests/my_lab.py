@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from treegraft import Drafter, GraftPolicy, TokenTree, Touched, TreeBackend, TreeBuilder
+from treegraft import Drafter, GraftPolicy, Proposals, TokenTree, Touched, TreeBackend, TreeBuilder
 from treegraft.core.errors import ConfigError
+from treegraft.core.roles import Commit, Context
 from treegraft.policies.grafts import TreegraftConfig, TreegraftGraft
 
 
@@ -59,3 +60,16 @@ class Nested:
 
 
 not_a_class = 7
+
+
+class QuietDrafter(Drafter):
+    """Proposes nothing, and does not tell what it would have proposed."""
+
+    def begin(self, context: Context) -> None:
+        pass
+
+    def observe(self, commit: Commit) -> None:
+        pass
+
+    def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
+        return Proposals.empty()

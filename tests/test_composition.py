@@ -40,7 +40,13 @@ def test_components_carry_role_kind_and_options() -> None:
         "sampling": ("sampling", "keyed noise"),
         "commit": ("commit", "stop rules"),
     }
-    assert nodes["builder"]["options"] == {"depth": 5, "width": 10, "budget": 63}
+    assert nodes["builder"]["options"] == {
+        "depth": 5,
+        "width": 10,
+        "budget": 63,
+        "budget_limit": None,
+        "budget_costs": None,
+    }
     assert nodes["graft"]["options"]["lookback"] == 5
     # How models are loaded stands with the models; the tree has nothing but its kind.
     loading = {"dtype": "float32", "device": "cpu", "attention": "auto"}

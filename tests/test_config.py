@@ -292,7 +292,7 @@ def test_a_drafter_is_called_by_its_last_name(drafter: dict[str, Any], name: str
         (
             {"scheduler": {"kind": "sometimes"}},
             "scheduler: kind must be one of 'never', 'always', 'fixed', 'priority', 'cost_aware', "
-            "'budgeted', 'value', 'package.module:Class', found 'sometimes'",
+            "'online', 'budgeted', 'value', 'package.module:Class', found 'sometimes'",
         ),
         (
             {"builder": {"kind": 5}},

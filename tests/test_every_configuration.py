@@ -137,6 +137,8 @@ def check_records(case: Case, result: Generation) -> None:
     """What was counted adds up, in each step and over the run."""
     n_drafters, builder = len(case.config["drafters"]), case.config["builder"]
     budget = builder.get("params", builder).get("budget", 63)
+    if budget == "auto":
+        budget = builder["budget_limit"]
     room = case.config["stop"]["max_new_tokens"]
     if case.room.limit is not None:
         room = min(room, case.room.limit - len(case.prompt))

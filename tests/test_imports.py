@@ -42,9 +42,10 @@ LAW: dict[str, set[str]] = {
     "loading": {"core", "backends", "config"},
     "pipeline": {
         "core", "backends", "policies", "config", "components", "composition", "fallback", "parts",
-        "drafting", "decoding", "loading", "scheduler", "text",
+        "drafting", "decoding", "loading", "builder", "scheduler", "text",
     },
     "signature": {"core", "backends", "config"},
+    "builder": {"core", "backends", "policies", "config"},
     "scheduler": {"core", "backends", "policies", "config", "components", "signature"},
 }  # fmt: skip
 ON_TOP = {"scheduling", "bench", "cli", "trace", "__main__", "__init__"}
@@ -67,7 +68,8 @@ OUTSIDE: dict[str, set[str]] = {
     "drafting": {"torch", "numpy"},
     "decoding": {"torch", "numpy"},
     "signature": {"pydantic", "pydantic_core"},
-    "scheduler": set(),
+    "scheduler": {"numpy"},
+    "builder": {"numpy"},
     "prompts": set(),
     "corpus": set(),
     "config": {"pydantic", "yaml"},

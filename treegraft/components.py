@@ -39,6 +39,7 @@ from treegraft.policies.grafts import (
     UnionConfig,
     UnionGraft,
 )
+from treegraft.policies.online import OnlineConfig, OnlineScheduler
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     AlwaysScheduler,
@@ -117,6 +118,7 @@ ROLES: dict[str, Role] = {
                 "fixed": (FixedConfig, FixedScheduler),
                 "priority": (PriorityConfig, PriorityScheduler),
                 "cost_aware": (CostAwareConfig, CostAwareScheduler),
+                "online": (OnlineConfig, OnlineScheduler),
                 "budgeted": (BudgetedConfig, BudgetedScheduler),
                 "value": (ValueConfig, ValueScheduler),
             },

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from treegraft.components import component_class
 from treegraft.config import CustomConfig, PipelineConfig
 from treegraft.core.errors import ConfigError
-from treegraft.core.roles import ScoringDrafter
+from treegraft.core.roles import Drafter, Scheduler, ScoringDrafter
 
 # Who hands what to whom: (from role, to role, what flows, in which direction of time). Feedback
 # reaches the next layer or the next step, so it is no part of the order within a layer.
@@ -67,6 +67,7 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
     for name in config.ride_along:
         if graph.nodes[f"drafter:{name}"]["scoring"]:
             raise ConfigError(f"ride_along takes drafters that do not score, found {name!r}")
+    _check_offers(config)
     if config.drafters:
         calibration = config.calibration.model_dump()
         online = {} if calibration["kind"] == "none" else {"calibration": calibration}
@@ -87,6 +88,21 @@ def component_graph(config: PipelineConfig) -> nx.DiGraph:
                 graph.add_edge(a, b, flow=flow, feedback=feedback)
     check_composition(graph)
     return graph
+
+
+def _check_offers(config: PipelineConfig) -> None:
+    """ConfigError where a scheduler would learn from drafters that never tell what they offer."""
+    scheduler: type[Scheduler] = component_class("scheduler", config.scheduler)
+    if not config.drafters or not scheduler.asks_offers:
+        return
+    for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
+        found: type[Drafter] = component_class("drafter", drafter)
+        if found.offers is Drafter.offers:
+            raise ConfigError(
+                f"scheduler.kind {config.scheduler.kind!r} learns from what drafters would have "
+                f"proposed, and {name!r} ({drafter.kind}) does not tell: define offers, or take "
+                "another scheduler"
+            )
 
 
 def _add(graph: nx.DiGraph, role: str, name: str, config: BaseModel) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.language_model import LanguageModel, extend, has_nan
+from treegraft.core.offers import Hindsight
 from treegraft.core.roles import Commit, Context, TargetTop, TreeTop
 from treegraft.core.sampling import DRAWS, History, Noise, Sampling, TargetDistribution
 from treegraft.core.stats import StepRecord
@@ -203,6 +204,12 @@ class Decoding:
         lists = tree.lists()
         nodes = [lists.node[i] for i in path]
         proposers = [lists.proposers[i] for i in path]
+        if parts.scheduler.asks_offers:
+            with parts.watch.stage("scheduler"):
+                offers = self._drafting.offers(nodes) if draft.layers else []
+                hindsight = Hindsight(self.history.tokens, len(tokens), offers)
+                with named("scheduler", parts.scheduler, "hindsight"):
+                    parts.scheduler.hindsight(hindsight)
         if self.finish_reason is None:
             states = None if hidden is None else hidden[[ROOT, *path][: len(tokens)]]
             commit = Commit(tuple(tokens), tuple(nodes), top, tree_top, states)
@@ -230,6 +237,8 @@ class Decoding:
         )
         with parts.watch.stage("scheduler"), named("scheduler", parts.scheduler, "finish"):
             parts.scheduler.finish(record)
+        with named("builder", parts.builder, "finish"):
+            parts.builder.finish(record)
         return Step(tokens, tree, path, draft.layers, record)
 
     def _forward(self, tree: TokenTree, n_kv: int) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import PolicyError, TreeError
+from treegraft.core.offers import Offers
 from treegraft.core.roles import DraftState, ScoringDrafter, Touched, TreeBackend
 from treegraft.core.sampling import History
 from treegraft.core.tree import ROOT, TokenTree
@@ -116,11 +117,14 @@ class Drafting:
                 tree.reroot_(self._left, max_depth, parts.builder.budget)
                 self._left = None
             reused = tree.n_nodes - 1
+            began = perf_counter()
             layers = self._grow()
             side_calls = [i for layer in layers for i in layer.riders]
             calls = [layer.drafter for layer in layers if layer.drafter is not None]
             if calls:
                 side_calls += self.finish(calls)
+            with named("builder", parts.builder, "drafted"):
+                parts.builder.drafted(perf_counter() - began, len(text))
             with named("builder", parts.builder, "prune"):
                 pruned = parts.builder.prune(tree)
             self._check(pruned, max_depth)
@@ -132,6 +136,20 @@ class Drafting:
                 proposed=_count_bits(tree.lists().proposers, n),
                 reused=reused,
             )
+
+    def offers(self, path: Sequence[int]) -> list[Offers | None]:
+        """What each drafter would have proposed along the last draft's verified path.
+
+        ``path`` as in ``Commit``; called before the drafters observe it. Behind nodes that a
+        builder has numbered in its own way nothing is asked.
+        """
+        parent, nodes = self.tree.lists().parent, [ROOT]
+        for node in path:
+            if not 0 < node < len(parent) or parent[node] != nodes[-1]:
+                break
+            nodes.append(node)
+        width = self.parts.builder.width
+        return [drafter.offers(self.tree, nodes, width) for drafter in self.parts.drafters]
 
     def committed(self, path: Sequence[int], tokens: Sequence[int], more: bool) -> None:
         """The last draft was verified: working-tree nodes and tokens as in ``Commit``.

@@ -17,6 +17,7 @@ from torch import Tensor
 from treegraft.backends.artefact import read_artefact
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
+from treegraft.builder import build_builder, check_budget_costs
 from treegraft.components import build_component
 from treegraft.composition import component_graph
 from treegraft.config import PipelineConfig, override
@@ -46,7 +47,7 @@ from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.value import ValueConfig
-from treegraft.scheduler import build_scheduler, costs_elsewhere
+from treegraft.scheduler import build_scheduler, fitted_elsewhere
 from treegraft.text import StopStrings, TextStream
 
 
@@ -429,6 +430,7 @@ def build_pipeline(
     ScheduleError : a learned scheduler cannot be read, or was made for another pipeline.
     """
     component_graph(config)
+    check_budget_costs(config)
     custom = {
         role: build_component(role, getattr(config, role))
         for role in ("builder", "graft", "verifier")
@@ -483,12 +485,13 @@ def build_pipeline(
         made = tree_class(target.vocab_size)
         return made if calibration is None else CalibratedTree(made, calibration.for_text())
 
-    scheduler = build_scheduler(config, custom["builder"], artefact, models_used)
+    builder = build_builder(config, custom["builder"], target)
+    scheduler = build_scheduler(config, builder, artefact, models_used)
     parts = Parts(
         target=target,
         drafters=tuple(drafters),
         names=config.drafter_names,
-        builder=custom["builder"],
+        builder=builder,
         graft=custom["graft"],
         scheduler=scheduler,
         verifier=custom["verifier"],
@@ -507,5 +510,5 @@ def build_pipeline(
         loader.no_tokenizer(source),
         calibration,
         models_used,
-        () if artefact is None else costs_elsewhere(config, artefact),
+        fitted_elsewhere(config, artefact),
     )

@@ -41,8 +41,19 @@ from treegraft.cli import app as cli
         ),
         (
             "generate --target m --scheduler sometimes -p x",
-            "--scheduler must be one of never, always, priority, cost_aware, budgeted, "
+            "--scheduler must be one of never, always, priority, cost_aware, online, "
+            "budgeted, "
             "fixed:NAME,NAME,..., value:DIR or package.module:Class, found 'sometimes'",
+        ),
+        (
+            "generate --target m --drafter ngram --budget auto -p x",
+            "builder.budget 'auto' reckons with chances of acceptance: set calibration.kind to "
+            "'online', found 'none'",
+        ),
+        (
+            "generate --target m --drafter ngram --budget few -p x",
+            "builder.budget: Input should be a valid integer, unable to parse string as an "
+            "integer, found 'few'",
         ),
         (
             "generate --target m --drafter ngram --scheduler fixed:small -p x",

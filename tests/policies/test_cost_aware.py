@@ -88,9 +88,9 @@ def test_measured_costs_need_no_numbers() -> None:
     made = pipeline({"kind": "ngram"}, MODEL)
     for _ in range(2):
         assert any(calls(made))
-    figures = made._parts.scheduler
-    assert all(seconds > 0 for held in figures._seconds for seconds in held)  # type: ignore[attr-defined]
-    nodes = [figures._forward(n) for n in range(1, 14)]  # type: ignore[attr-defined]
+    costs = made._parts.scheduler._costs  # type: ignore[attr-defined]
+    assert all((costs.visit(i) or 0) > 0 for i in range(2))
+    nodes = costs.forward(range(1, 14)).tolist()
     assert nodes == sorted(nodes)
     assert nodes[0] > 0
 

@@ -36,14 +36,16 @@ SchedulerName = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="never, always, priority, cost_aware, budgeted, fixed:NAME,NAME,... (drafter of each "
-        "layer), value:DIR (of treegraft schedule fit), or "
-        "package.module:Class.",
+        help="never, always, priority, cost_aware, online, budgeted, fixed:NAME,NAME,... (drafter "
+        "of each layer), value:DIR (of treegraft schedule fit), or package.module:Class.",
     ),
 ]
 Depth = Annotated[int | None, typer.Option("--depth", help="Drafting layers a step.")]
 Width = Annotated[int | None, typer.Option("--width", help="Positions expanded per layer.")]
-Budget = Annotated[int | None, typer.Option("--budget", help="Most nodes the target reads.")]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="N|auto", help="Most nodes the target reads, or auto."),
+]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, float64, bfloat16, float16 or auto.")
 ]
@@ -83,7 +85,7 @@ class PipelineOptions:
     scheduler: str | None = None
     depth: int | None = None
     width: int | None = None
-    budget: int | None = None
+    budget: str | None = None
     dtype: str | None = None
     device: str | None = None
     compile: str | None = None

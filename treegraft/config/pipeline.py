@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -17,7 +17,9 @@ from pydantic import (
     model_validator,
 )
 
+from treegraft.config.faults import one_line
 from treegraft.config.processors import ProcessorsConfig
+from treegraft.config.reckoning import check_costs, check_reckoning
 from treegraft.config.strict import Strict
 from treegraft.core.errors import ConfigError
 from treegraft.policies.builders import (
@@ -39,6 +41,7 @@ from treegraft.policies.grafts import (
     TreegraftConfig,
     UnionConfig,
 )
+from treegraft.policies.online import OnlineConfig
 from treegraft.policies.schedulers import (
     AlwaysConfig,
     BudgetedConfig,
@@ -107,6 +110,7 @@ SchedulerConfig = Annotated[
     | Annotated[FixedConfig, Tag("fixed")]
     | Annotated[PriorityConfig, Tag("priority")]
     | Annotated[CostAwareConfig, Tag("cost_aware")]
+    | Annotated[OnlineConfig, Tag("online")]
     | Annotated[BudgetedConfig, Tag("budgeted")]
     | Annotated[ValueConfig, Tag("value")]
     | Annotated[CustomConfig, Tag("package.module:Class")],
@@ -127,7 +131,7 @@ _TAGS = {
     for member in get_args(get_args(union)[0])
     for marker in get_args(member)
     if isinstance(marker, Tag)
-} | {"greenlist", "synthid"}
+} | {"greenlist", "synthid", "number", "auto"}
 
 
 class TargetConfig(Strict):
@@ -293,7 +297,9 @@ class PipelineConfig(Strict):
             )
         self._check_riders()
         self._check_static()
-        self._check_costs()
+        if self.drafters:
+            check_reckoning(self.scheduler, self.builder, self.calibration)
+        check_costs(self.scheduler, names)
         if self.fallback == "auto" and not self.same_tokens:
             raise ValueError(
                 "fallback 'auto' needs a verifier whose tokens do not depend on the draft, or they "
@@ -333,27 +339,6 @@ class PipelineConfig(Strict):
             raise ValueError(
                 "builder.kind 'static' needs a graft that expands the frontier: graft.kind "
                 f"treegraft without reselect or union, found {graft.kind!r}"
-            )
-
-    def _check_costs(self) -> None:
-        scheduler = self.scheduler
-        if not isinstance(scheduler, CostAwareConfig):
-            return
-        if self.drafters and self.calibration.kind == "none":
-            raise ValueError(
-                "scheduler cost_aware reckons with chances of acceptance: set calibration.kind to "
-                "'online', found 'none'"
-            )
-        for name in scheduler.costs:
-            if name not in self.drafter_names:
-                raise ValueError(
-                    f"scheduler.costs names drafter {name!r}, found drafters "
-                    f"{list(self.drafter_names)}"
-                )
-        if scheduler.node_cost and scheduler.target_cost is None:
-            raise ValueError(
-                f"scheduler.node_cost needs scheduler.target_cost, found {scheduler.node_cost} "
-                "without"
             )
 
     @property
@@ -433,7 +418,7 @@ def parse_config(data: Any) -> PipelineConfig:
     try:
         return PipelineConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, data)) from None
+        raise ConfigError(one_line(error, data, _TAGS)) from None
 
 
 def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
@@ -458,42 +443,3 @@ def override(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConf
     if processors:
         data["sampling"]["processors"] = (data["sampling"]["processors"] or {}) | processors
     return parse_config(data)
-
-
-def _written(location: Sequence[int | str], data: Any) -> Iterator[str]:
-    """The keys of a location; tags of the unions stand there too, but no user wrote them."""
-    for part in location:
-        inside = isinstance(data, Mapping) and part in data
-        if inside or part not in _TAGS:
-            yield str(part)
-            known = inside or (isinstance(data, list | tuple) and isinstance(part, int))
-            data = data[part] if known else None
-
-
-def _one_line(error: ValidationError, data: Any) -> str:
-    """The first fault as ``option: what is wrong (found value)``, with a count of the others."""
-    faults = error.errors(include_url=False)
-    fault = faults[0]
-    where = ".".join(_written(fault["loc"], data))
-    message = fault["msg"].removeprefix("Value error, ")
-    n_found = fault.get("ctx", {}).get("actual_length")
-    if fault["type"] == "extra_forbidden":
-        message = "unknown option"
-    elif fault["type"] == "union_tag_invalid":
-        context = fault.get("ctx", {})
-        known, found = context.get("expected_tags"), context.get("tag")
-        message = f"kind must be one of {known}, found {found!r}"
-    elif fault["type"] == "union_tag_not_found":
-        message = "a mapping with the key kind is needed"
-    elif fault["type"] == "tuple_type":
-        message = f"a list is needed, found {fault['input']!r}"
-    elif fault["type"] == "too_short":
-        message = f"{fault['ctx']['min_length']} or more entries are needed, found {n_found}"
-    elif fault["type"] == "too_long":
-        message = f"at most {fault['ctx']['max_length']} entries are allowed, found {n_found}"
-    elif fault["type"] == "model_type":
-        message = f"a mapping of options is needed, found {fault['input']!r}"
-    elif fault["type"] not in ("value_error", "missing"):
-        message = f"{message}, found {fault['input']!r}"
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{where}: {message}{more}" if where else f"{message}{more}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, final
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from treegraft.core.errors import DrafterError, TreeError
 from treegraft.core.language_model import LanguageModel
+from treegraft.core.offers import Offers
 from treegraft.core.roles import Commit, Context, Drafter, ScoringDrafter, TreeBackend
-from treegraft.core.stopwatch import DRAFTER, FORWARD, Stopwatch
+from treegraft.core.stopwatch import DRAFTER, FORWARD, SCHEDULER, Stopwatch
 from treegraft.core.tree import Proposals
 
 
@@ -26,14 +28,15 @@ def guard(drafter: Drafter, name: str, watch: Stopwatch) -> Drafter:
 class _Call:
     """Charges the time inside to the drafter and turns what it raises into one line."""
 
-    __slots__ = ("_boundary", "_method")
+    __slots__ = ("_boundary", "_method", "_stage")
 
-    def __init__(self, boundary: _Boundary, method: str) -> None:
+    def __init__(self, boundary: _Boundary, method: str, stage: str) -> None:
         self._boundary = boundary
         self._method = method
+        self._stage = stage
 
     def __enter__(self) -> None:
-        self._boundary.watch.enter(self._boundary.stage)
+        self._boundary.watch.enter(self._stage)
 
     def __exit__(
         self,
@@ -55,8 +58,8 @@ class _Boundary:
         self.stage = DRAFTER + name
         self.watch = watch
 
-    def call(self, method: str) -> _Call:
-        return _Call(self, method)
+    def call(self, method: str, stage: str | None = None) -> _Call:
+        return _Call(self, method, stage or self.stage)
 
     def propose(
         self, drafter: Drafter, tree: TreeBackend, positions: Tensor, width: int
@@ -73,6 +76,18 @@ class _Boundary:
                     f"found {n_paths}"
                 )
         return proposals
+
+    def offers(
+        self, drafter: Drafter, tree: TreeBackend, path: Sequence[int], width: int
+    ) -> Offers | None:
+        """Timed as what the scheduler does: no drafting needs it."""
+        with self.call("offers", SCHEDULER):
+            offers = drafter.offers(tree, path, width)
+            if offers is not None and not isinstance(offers, Mapping):
+                raise TypeError(
+                    f"a mapping of places to paths must be returned, found {type(offers).__name__}"
+                )
+        return offers
 
 
 @final
@@ -96,6 +111,9 @@ class _GuardedDrafter(Drafter):
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         return self._boundary.propose(self._drafter, tree, positions, width)
 
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers | None:
+        return self._boundary.offers(self._drafter, tree, path, width)
+
 
 @final
 class _GuardedScoringDrafter(ScoringDrafter):
@@ -117,6 +135,9 @@ class _GuardedScoringDrafter(ScoringDrafter):
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         return self._boundary.propose(self._drafter, tree, positions, width)
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers | None:
+        return self._boundary.offers(self._drafter, tree, path, width)
 
     def score(self, tree: TreeBackend) -> Tensor:
         with self._boundary.call("score"):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from treegraft.core.offers import Hindsight, Offers
 from treegraft.core.sampling import DRAWS, TargetDistribution
 from treegraft.core.stats import StepRecord
 from treegraft.core.tree import Proposals, TokenTree, Verdict
@@ -312,6 +313,16 @@ class Drafter(ABC):
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         """At most ``width`` paths under each node of ``positions`` int64 [k]."""
 
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers | None:
+        """What it would have proposed along a verified path, as far as it knows without a forward.
+
+        Schedulers with ``asks_offers`` learn from it. Called when a step was verified, before
+        ``observe``, whether or not the drafter acted; it must change nothing that is drafted.
+        ``path`` holds nodes of the working tree: the root, then accepted ones, top down. At most
+        ``width`` paths a place. None, the default: it never tells.
+        """
+        return None
+
 
 class ScoringDrafter(Drafter):
     """A drafter that can say how likely any node is, whoever proposed it."""
@@ -392,6 +403,15 @@ class TreeBuilder(ABC):
     def prune(self, tree: TreeBackend) -> TokenTree:
         """The part of the tree that the target will read."""
 
+    # Not abstract: most builders look at the tree alone.
+    def drafted(self, seconds: float, n_text: int) -> None:  # noqa: B027
+        """A step's drafting is over, right before ``prune``: wall time that it took, and committed
+        tokens. A builder that goes by the clock drafts otherwise from run to run.
+        """
+
+    def finish(self, record: StepRecord) -> None:  # noqa: B027
+        """A step is over; a builder that learns may do so from finished steps only."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
@@ -422,7 +442,15 @@ class DraftState:
 
 
 class Scheduler(ABC):
-    """Decides layer by layer which drafter acts."""
+    """Decides layer by layer which drafter acts.
+
+    Attributes
+    ----------
+    asks_offers : whether ``hindsight`` is to be called. Drafters that never tell what they would
+        have proposed (``Drafter.offers``) are then refused by name.
+    """
+
+    asks_offers: bool = False
 
     @abstractmethod
     def choose(self, state: DraftState) -> int | None:
@@ -431,6 +459,9 @@ class Scheduler(ABC):
     @abstractmethod
     def finish(self, record: StepRecord) -> None:
         """A step is over; a scheduler that learns may do so from finished steps only."""
+
+    def hindsight(self, hindsight: Hindsight) -> None:  # noqa: B027
+        """What every drafter would have proposed in a step; called before its ``finish``."""
 
 
 class Verifier(ABC):

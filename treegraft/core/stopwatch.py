@@ -6,6 +6,7 @@ from time import perf_counter
 from types import TracebackType
 
 HOST = "host"
+SCHEDULER = "scheduler"
 DRAFTER = "drafter:"
 """Prefix of a drafter's stage: its name is the user's and may be that of another stage."""
 FORWARD = "forward:"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import Annotated, Any, Literal, final
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from torch import Tensor
 
 from treegraft.core.roles import Touched, TreeBackend, TreeBuilder
 from treegraft.core.tree import ROOT, TokenTree
+from treegraft.policies.budget import BudgetCosts
 
 _Depth = Field(
     5, ge=0, le=64, description="Drafting layers a step; more layers draft longer paths."
@@ -21,35 +22,67 @@ _Width = Field(
     description="Positions expanded per layer and paths per position; a larger width drafts "
     "more alternatives and costs the drafters more.",
 )
-_Budget = Field(
-    63,
-    ge=0,
-    le=1023,
-    description="Most nodes the target reads besides the root; a larger budget accepts more "
-    "and makes its forward dearer.",
-)
+_Nodes = Annotated[int, Field(ge=0, le=1023)]
+_BudgetOption = Annotated[
+    Annotated[_Nodes, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else "number"),
+]
+_MOST = 63
 
 
-class LayeredConfig(BaseModel):
+class _BudgetedConfig(BaseModel):
+    """What builders have in common whose trees are pruned to a budget."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    depth: int = _Depth
+    width: int = _Width
+    budget: _BudgetOption = Field(
+        _MOST,
+        description="Most nodes the target reads besides the root; a larger budget accepts more "
+        "and makes its forward dearer. auto: in each step as many as bring the most expected "
+        "tokens per second, which needs calibration.",
+    )
+    budget_limit: _Nodes | None = Field(
+        None,
+        description="Most nodes where budget is auto; a larger limit takes more memory. Null: 63.",
+    )
+    budget_costs: str | BudgetCosts | None = Field(
+        None,
+        description="What auto reckons with: a file of treegraft schedule calibrate, or seconds; "
+        "null measures while decoding.",
+    )
+
+    @property
+    def most(self) -> int:
+        """Most nodes that the target reads besides the root, whatever the step."""
+        if self.budget == "auto":
+            return _MOST if self.budget_limit is None else self.budget_limit
+        return self.budget
+
+    @model_validator(mode="after")
+    def _check_auto(self) -> Any:
+        if self.budget != "auto":
+            for name in ("budget_limit", "budget_costs"):
+                if (found := getattr(self, name)) is not None:
+                    shown = found if isinstance(found, int | str) else found.model_dump()
+                    raise ValueError(
+                        f"{name} is for budget 'auto', found {shown!r} with budget {self.budget}"
+                    )
+        return self
+
+
+class LayeredConfig(_BudgetedConfig):
     """The paper's builder: layer by layer, the W best children of a layer carry the next."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["layered"] = "layered"
-    depth: int = _Depth
-    width: int = _Width
-    budget: int = _Budget
 
 
-class BestFirstConfig(BaseModel):
+class BestFirstConfig(_BudgetedConfig):
     """Grow where the path is likeliest, at any depth, as long as it can change what is verified."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["best_first"] = "best_first"
-    depth: int = _Depth
-    width: int = _Width
-    budget: int = _Budget
 
 
 class ChainConfig(BaseModel):
@@ -109,7 +142,7 @@ class LayeredBuilder(TreeBuilder):
     def __init__(self, config: LayeredConfig) -> None:
         self.depth = config.depth
         self.width = config.width
-        self.budget = config.budget
+        self.budget = config.most
 
     def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> Tensor:
         keep = tree.n_nodes if layer == 1 else self.width
@@ -131,7 +164,7 @@ class BestFirstBuilder(TreeBuilder):
     def __init__(self, config: BestFirstConfig) -> None:
         self.depth = config.depth
         self.width = config.width
-        self.budget = config.budget
+        self.budget = config.most
 
     def frontier(self, tree: TreeBackend, touched: Touched, layer: int) -> Tensor | None:
         ranked = tree.best(tree.n_nodes, 0, tree.n_nodes)

@@ -13,12 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from treegraft.core.roles import DraftState, Scheduler, TreeBackend
 from treegraft.core.stats import StepRecord
-
-# Strict, as pydantic would take a switch for a number.
-_WINDOW = 32
-"""Forwards, visits and steps that a running cost looks back on."""
-
-Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=True)]
+from treegraft.policies.costs import WINDOW, RunningCosts, Seconds
 
 
 class NeverConfig(BaseModel):
@@ -189,8 +184,8 @@ class BudgetedScheduler(Scheduler):
     def __init__(self, config: BudgetedConfig) -> None:
         self._calls = config.calls
         self._dearest = 0
-        self._forwards: deque[float] = deque(maxlen=_WINDOW)
-        self._visits: deque[float] = deque(maxlen=_WINDOW)
+        self._forwards: deque[float] = deque(maxlen=WINDOW)
+        self._visits: deque[float] = deque(maxlen=WINDOW)
 
     def choose(self, state: DraftState) -> int | None:
         self._dearest = state.n_drafters - 1
@@ -250,18 +245,14 @@ class CostAwareScheduler(Scheduler):
 
     def __init__(self, config: CostAwareConfig, names: Sequence[str], budget: int) -> None:
         self._config = config
-        self._given = [config.costs.get(name) for name in names]
-        self._measures = config.target_cost is None or None in self._given
+        self._costs = RunningCosts(names, config.costs, config.target_cost, config.node_cost)
         self._budget = budget
         n = len(names)
         self._tries = [0] * n
         self._last_try = [0] * n
-        self._seconds: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in range(n)]
         self._record: list[deque[_Visit]] = [deque(maxlen=_RECENT) for _ in range(n)]
-        # Nodes and seconds of target forwards, by the number of binary digits of the nodes.
-        self._forwards: dict[int, deque[tuple[int, float]]] = {}
         # Tokens and seconds of the last steps.
-        self._pace: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._pace: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._n_steps = 0
         self._forget()
 
@@ -320,23 +311,8 @@ class CostAwareScheduler(Scheduler):
         more = n_frontier * sum(visit.n_new for visit in record) / n_positions
         before = min(n_nodes, self._budget + 1)
         after = min(n_nodes + more, self._budget + 1)
-        seconds = self._cost(index) + self._forward(after) - self._forward(before)
-        return gain / max(seconds, 1e-9)
-
-    def _cost(self, index: int) -> float:
-        given = self._given[index]
-        return median(self._seconds[index]) if given is None else given
-
-    def _forward(self, n_nodes: float) -> float:
-        """Seconds of a target forward: given, or between medians, which never fall."""
-        if self._config.target_cost is not None:
-            return self._config.target_cost + self._config.node_cost * (n_nodes - 1)
-        if not self._forwards:
-            return 0.0
-        held = [self._forwards[digits] for digits in sorted(self._forwards)]
-        nodes = [median(n for n, _ in forwards) for forwards in held]
-        seconds = np.maximum.accumulate([median(s for _, s in forwards) for forwards in held])
-        return float(np.interp(n_nodes, nodes, seconds))
+        first, last = map(float, self._costs.forward([before, after]))
+        return gain / max((self._costs.visit(index) or 0.0) + last - first, 1e-9)
 
     def _rate(self) -> float:
         seconds = sum(seconds for _, seconds in self._pace)
@@ -361,17 +337,8 @@ class CostAwareScheduler(Scheduler):
             self._tries[index] += 1
             self._last_try[index] = self._n_steps
         # The last one chosen may have had nobody to act for it.
-        for index, visit, seconds in zip(
-            record.calls, self._visits, record.visit_seconds, strict=False
-        ):
+        for index, visit in zip(record.calls, self._visits, strict=False):
             self._record[index].append(visit)
-            self._seconds[index].append(seconds)
-        if self._measures:
-            spent = sum(record.seconds.values())
-        else:
-            spent = self._forward(record.n_tree) + sum(self._cost(i) for i in record.calls)
-        if "target" in record.seconds:
-            forwards = self._forwards.setdefault(record.n_tree.bit_length(), deque(maxlen=_WINDOW))
-            forwards.append((record.n_tree, record.seconds["target"]))
-        self._pace.append((record.n_new, spent))
+        self._costs.learn(record)
+        self._pace.append((record.n_new, self._costs.spent(record)))
         self._forget()

@@ -51,10 +51,14 @@ def curve_models(pipeline: Pipeline) -> dict[str, LanguageModel]:
 
 
 def pipeline_environment(pipeline: Pipeline) -> dict[str, Any]:
-    """``environment`` of a pipeline: its backend settings are part of it."""
+    """``environment`` of a pipeline: its backend settings and its temperature are part of it.
+
+    Noise and the law of every verified node take their time, which greedy decoding does not.
+    """
     backend = pipeline.config.backend.model_dump(mode="json")
     device = backend.pop("device")
-    return environment(backend.pop("dtype"), device, backend=backend)
+    temperature = pipeline.config.sampling.temperature
+    return environment(backend.pop("dtype"), device, backend=backend, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)

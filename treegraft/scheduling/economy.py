@@ -76,7 +76,7 @@ def _check_models(traces: Traces, costs: CostModel) -> None:
             used[DRAFTER + name] = options["model"]
     for name, identity in used.items():
         measured = costs.models.get(name, identity)
-        if measured != identity:
+        if measured != identity and not (name == TARGET and costs.texts_of == identity):
             raise ScheduleError(
                 f"the costs were measured for another {name} ({measured}) than the traces' "
                 f"({identity}); measure again with: treegraft schedule calibrate"

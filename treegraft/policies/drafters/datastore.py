@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from treegraft.core.corpus_index import CorpusIndex
 from treegraft.core.errors import ConfigError
+from treegraft.core.offers import Offers, offers_of
 from treegraft.core.roles import Commit, Context, Drafter, TreeBackend
 from treegraft.core.tree import Proposals
 
@@ -94,6 +96,9 @@ class DatastoreDrafter(Drafter):
 
     def observe(self, commit: Commit) -> None:
         self._tail = [*self._tail, *commit.tokens][-self._max_n :]
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return offers_of(self.propose(tree, torch.tensor(path), width), path)
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         nodes: list[int] = []

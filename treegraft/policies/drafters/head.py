@@ -6,7 +6,7 @@ hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treegraft.core.draft_head import DraftHead
 from treegraft.core.language_model import LanguageModel
+from treegraft.core.offers import Offers
 from treegraft.core.roles import Commit, Context, ScoringDrafter, TreeBackend
 from treegraft.core.tree import Proposals
 from treegraft.policies.drafters.lm import LmDrafter, ModelDrafterConfig
@@ -185,6 +186,9 @@ class HeadDrafter(ScoringDrafter):
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         return self._reader.propose(tree, positions, width)
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return self._reader.offers(tree, path, width)
 
     def score(self, tree: TreeBackend) -> Tensor:
         return self._reader.score(tree)

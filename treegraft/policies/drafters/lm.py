@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from treegraft.core.language_model import LanguageModel, extend, has_nan
+from treegraft.core.offers import Offers
 from treegraft.core.roles import Commit, Context, NodeLists, ScoringDrafter, TreeBackend
 from treegraft.core.sampling import keyed_top
 from treegraft.core.tree import Proposals, lineage_matrix
@@ -96,6 +97,8 @@ class LmDrafter(ScoringDrafter):
         self._n_kv = 0
         self._spoiled = False
         self._logq = torch.empty(0)
+        # Paths a place that ``offers`` was last asked for; 0: nobody asks.
+        self._asked = 0
         self._clear_tree()
 
     def _clear_tree(self) -> None:
@@ -110,6 +113,8 @@ class LmDrafter(ScoringDrafter):
         self._scored: list[bool] = []
         # Draws of this step, so that no two use the same noise.
         self._n_draws = 0
+        # What follows text that was read late, if somebody asks (see ``offers``).
+        self._late: dict[int, list[list[int]]] = {}
 
     def begin(self, context: Context) -> None:
         self._text = list(context.tokens)
@@ -206,6 +211,27 @@ class LmDrafter(ScoringDrafter):
             _int64([0] * (len(places) * k)),
         )
 
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        """Its likeliest tokens behind the nodes that it has read, and behind text read late.
+
+        Where it draws its children these are what it would have drawn most often. Text that it was
+        not called for it reads with its next call, and tells then what it had thought of the last
+        16 tokens of it.
+        """
+        self._asked = width
+        self._follow(tree)
+        read = [(j, self._rank[node]) for j, node in enumerate(path) if self._rank[node] >= 0]
+        if not read:
+            return self._late
+        tokens = self._likeliest(self._rows([rank for _, rank in read]), width)
+        return self._late | dict(zip((j for j, _ in read), tokens, strict=True))
+
+    def _likeliest(self, logq: Tensor, width: int) -> list[list[list[int]]]:
+        """The likeliest tokens of each row as paths."""
+        top = logq.topk(min(width, self._model.vocab_size), dim=-1).indices
+        paths: list[list[list[int]]] = top[..., None].tolist()
+        return paths
+
     def _rows(self, ranks: Sequence[int]) -> Tensor:
         """float32 [k, V]: log q of what follows the nodes of these ranks. Not to be written to."""
         if ranks and [*ranks] == [*range(ranks[0], ranks[0] + len(ranks))]:
@@ -292,6 +318,9 @@ class LmDrafter(ScoringDrafter):
             torch.from_numpy(visible),
         )
         self._spoiled = self._spoiled or has_nan(logits)
+        if n_text and self._asked:
+            likeliest = self._likeliest(logits[:n_text], self._asked)
+            self._late = dict(enumerate(likeliest, -n_text))
         self._keep(logits[n_text:], first, last)
         self._n_kv = max(self._n_kv, base)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, final
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from treegraft.core.offers import Offers, offers_of
 from treegraft.core.roles import Commit, Context, Drafter, TargetTop, TreeBackend
 from treegraft.core.tree import Proposals
 
@@ -91,6 +93,9 @@ class NgramDrafter(Drafter):
             end = len(self._text)
             for n in range(self._min_n, min(self._max_n, end) + 1):
                 self._after[tuple(self._text[end - n : end])].append(end)
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return offers_of(self.propose(tree, torch.tensor(path), width), path)
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         nodes: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from treegraft.core.offers import Offers, offers_of
 from treegraft.core.roles import Commit, Context, Drafter, TreeBackend
 from treegraft.core.tree import Proposals
 
@@ -96,6 +98,9 @@ class RecycleDrafter(Drafter):
         # numpy assigns in order where an index repeats.
         self._successors[read] = tokens[:, :k].numpy()
         self._logprobs[read] = logprobs[:, :k].numpy()
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return offers_of(self.propose(tree, torch.tensor(path), width), path)
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         token = tree.lists().token

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, final
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from treegraft.core.offers import Offers, offers_of
 from treegraft.core.roles import Commit, Context, Drafter, TreeBackend
 from treegraft.core.tree import Proposals
 from treegraft.policies.automaton import Match, SuffixAutomaton
@@ -121,6 +123,9 @@ class SuffixDrafter(Drafter):
         if self._store is not None:
             for token in tokens[-self._max_match :]:
                 self._stored = self._store.index.advance(self._stored, token)
+
+    def offers(self, tree: TreeBackend, path: Sequence[int], width: int) -> Offers:
+        return offers_of(self.propose(tree, torch.tensor(path), width), path)
 
     def propose(self, tree: TreeBackend, positions: Tensor, width: int) -> Proposals:
         nodes: list[int] = []
