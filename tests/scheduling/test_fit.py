@@ -130,6 +130,24 @@ def test_seconds_of_a_row_are_those_of_its_layers_and_its_end(traces):
         assert seconds[row] == pytest.approx(expected)
 
 
+def test_the_first_forward_of_a_drafter_in_a_step_takes_its_time(traces):
+    """The target's forward has gone through the caches since the drafter's last one."""
+    loaded = Traces.load(traces)
+    a = loaded.arrays
+    cold = replace(COSTS.curves["drafter:small"], first=2e-3)
+    costs = replace(COSTS, curves=COSTS.curves | {"drafter:small": cold})
+    more = row_seconds(loaded, costs) - row_seconds(loaded, COSTS)
+    seen = set()
+    for row in range(len(more)):
+        visits, above = 0, row
+        while a["parent"][above] >= 0:
+            visits += int(a["action"][above] == 1 and a["widths"][above].any())
+            above = int(a["parent"][above])
+        assert more[row] == pytest.approx(2e-3 if visits else 0.0)
+        seen.add(visits)
+    assert seen == {0, 1, 2}
+
+
 def test_a_dear_target_is_worth_more_drafting(traces):
     loaded = Traces.load(traces)
     depth = []

@@ -57,13 +57,16 @@ class Curve:
     ----------
     widths : nodes of the forward, rising. contexts : tokens of KV before it, rising.
     seconds : by context, then by width. scale : how much longer a forward takes in decoding than
-        in the measurement, where nothing else is in the caches.
+        in the measurement, where nothing else is in the caches. first : seconds that a drafter's
+        first forward of a step takes more than later ones, as the target's forward has just gone
+        through the caches.
     """
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     scale: float = 1.0
+    first: float = 0.0
 
     def at(self, width: ArrayLike, context: ArrayLike) -> Floats:
         """float64 [R]: seconds of forwards over ``width`` nodes [R] after ``context`` tokens [R].
@@ -177,6 +180,7 @@ class CostModel:
                 tuple(curve["contexts"]),
                 tuple(map(tuple, curve["seconds"])),
                 float(curve["scale"]),
+                float(curve.get("first", 0.0)),
             )
             for name, curve in data["curves"].items()
         }
