@@ -81,6 +81,10 @@ class Careless(Builder):
             return replace(pruned, ancestors=torch.ones(n, n, dtype=torch.bool).tril())
         if self.law == "parent":
             return replace(pruned, parent=torch.zeros(n, dtype=torch.int64))
+        if self.law == "in place":
+            pruned.lists()  # what is kept of the columns must not hide what is then done to them
+            pruned.depth[1:] += 1
+            return pruned
         if self.law == "siblings":
             return replace(pruned, token=torch.full((n,), int(pruned.token[0])))
         if self.law == "budget":
@@ -130,6 +134,10 @@ class Odd(Scheduler):
         ),
         (
             {"builder": own("Careless", law="parent")},
+            "draft tree breaks the law: depth[i] = depth[parent[i]] + 1",
+        ),
+        (
+            {"builder": own("Careless", law="in place")},
             "draft tree breaks the law: depth[i] = depth[parent[i]] + 1",
         ),
         (

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,7 +176,7 @@ class Drafting:
         layers: list[Layer] = []
         calls: list[int] = []
         n_reached: list[int] = []
-        frontier = torch.tensor([ROOT])
+        frontier = _root()
         for number in range(1, parts.builder.depth + 1):
             chosen, index = self._choose(number, calls, frontier, n_reached)
             if index is None:
@@ -217,7 +218,7 @@ class Drafting:
         living = [alive[node] for node in frontier.tolist()]
         if all(living):
             return frontier
-        return frontier[torch.tensor(living)] if any(living) else torch.tensor([ROOT])
+        return frontier[torch.tensor(living)] if any(living) else _root()
 
     def _choose(
         self, layer: int, calls: Sequence[int], frontier: Tensor, reached: Sequence[int]
@@ -326,6 +327,11 @@ class Drafting:
         """Whether text and tree lie within the context of a drafter."""
         limit = self.parts.drafters[index].limit
         return limit is None or len(self.history.tokens) + max(self.tree.lists().depth) <= limit
+
+
+def _root() -> Tensor:
+    """The frontier of a tree that is its root."""
+    return torch.from_numpy(np.array([ROOT], dtype=np.int64))
 
 
 def count(numbers: Sequence[int], n_drafters: int) -> tuple[int, ...]:

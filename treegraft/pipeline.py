@@ -47,7 +47,7 @@ from treegraft.policies.drafters.datastore import DatastoreConfig
 from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
 from treegraft.policies.value import ValueConfig
-from treegraft.scheduler import build_scheduler, costs_elsewhere
+from treegraft.scheduler import build_scheduler, fitted_elsewhere
 from treegraft.text import StopStrings, TextStream
 
 
@@ -510,5 +510,5 @@ def build_pipeline(
         loader.no_tokenizer(source),
         calibration,
         models_used,
-        () if artefact is None else costs_elsewhere(config, artefact),
+        fitted_elsewhere(config, artefact),
     )

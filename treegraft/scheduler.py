@@ -31,25 +31,56 @@ from treegraft.policies.schedulers import (
 from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
 from treegraft.signature import completed, difference, signature
 
-__all__ = ["build_scheduler", "costs_elsewhere"]
+__all__ = ["build_scheduler", "fitted_elsewhere"]
 
 
-def costs_elsewhere(config: PipelineConfig, artefact: Artefact) -> tuple[str, ...]:
-    """That a learned scheduler weighs by the costs of another machine, if it does.
+def fitted_elsewhere(config: PipelineConfig, artefact: Artefact | None) -> tuple[str, ...]:
+    """That a learned scheduler weighs by the costs of another machine, or knows other texts' ends.
 
     Its schedules hold anywhere, and tokens never depend on them; only they may not be the best.
     """
+    if artefact is None or not isinstance(config.scheduler, ValueConfig):
+        return ()
+    name = config.scheduler.artefact
+    found = []
     backend = config.backend.model_dump(mode="json")
     here = environment(backend.pop("dtype"), backend.pop("device"), backend=backend)
     costs = artefact.header.get("costs")
     wrong = elsewhere(costs.get("environment") or {} if isinstance(costs, dict) else {}, here)
-    if wrong is None or not isinstance(config.scheduler, ValueConfig):
-        return ()
-    return (
-        f"scheduler {config.scheduler.artefact!r} weighs drafters by costs that were measured "
-        f"elsewhere ({wrong}); the tokens are the same, and schedules may be better with your own: "
-        "treegraft schedule calibrate and fit",
-    )
+    if wrong is not None:
+        found.append(
+            f"scheduler {name!r} weighs drafters by costs that were measured elsewhere ({wrong}); "
+            "the tokens are the same, and schedules may be better with your own: "
+            "treegraft schedule calibrate and fit"
+        )
+    other = _sampling_difference(config, artefact)
+    if other is not None:
+        found.append(
+            f"scheduler {name!r} was fitted for texts of another sampling ({other}); the tokens "
+            "are the same, and schedules may be better with traces of this one: "
+            "treegraft schedule collect and fit"
+        )
+    return tuple(found)
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What decides how predictable texts are; without a temperature, none of the others but the last
+changes a token.
+"""
+
+
+def _sampling_difference(config: PipelineConfig, artefact: Artefact) -> str | None:
+    data = artefact.header.get("data")
+    there = data.get("sampling") if isinstance(data, dict) else None
+    if not isinstance(there, dict):
+        return None
+    here = config.sampling.model_dump(mode="json")
+    greedy = not here["temperature"] and not there.get("temperature")
+    names = ("repetition_penalty",) if greedy else _SAMPLING
+    wrong = [
+        f"{n} {there[n]} there, {here[n]} here" for n in names if there.get(n, here[n]) != here[n]
+    ]
+    return "; ".join(wrong) or None
 
 
 def build_scheduler(

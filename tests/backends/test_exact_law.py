@@ -225,10 +225,11 @@ class StubbornTraversal(ExactTraversal):
 
 def forget_the_promise(tree: Any) -> None:
     """Let the pruning drop nodes under which something was drawn."""
-    tree._bound = {ROOT}
-    if tree._draws:
-        kept = set(tree.prune(tree._budget).node.tolist())
-        tree._draws = [draw for draw in tree._draws if draw.node in kept]
+    log = tree._draws
+    log.bound = {ROOT}
+    drawn, log._draws = log._draws, []
+    kept = set(tree.prune(tree._budget).node.tolist())
+    log._draws = [draw for draw in drawn if draw.node in kept]
 
 
 MUTANTS = [

@@ -224,7 +224,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts():
 def test_ours_and_the_endpoints_come_from_the_shipped_files():
     configs = our_configs(shipped_config(0.8), shipped_endpoints(), None, None)
     assert list(configs) == ["plain", "never", "always", "ours"]
-    endpoints, ours = ("ngram", "small"), ("recycle", "small")
+    endpoints, ours = ("ngram", "small"), ("small",)
     assert [c.drafter_names for c in configs.values()] == [(), endpoints, endpoints, ours]
     assert configs["never"].scheduler.kind == "never"
     assert configs["ours"].verifier.kind == "ledger"

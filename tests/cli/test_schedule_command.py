@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 import yaml
@@ -32,10 +33,17 @@ def config(zoo, write):
     return write("c.yaml", CONFIG.format(target=zoo.target, small=zoo.small))
 
 
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    return tmp_path_factory.mktemp("schedule")
+
+
 @pytest.fixture
-def made(treegraft, config, prompt_file, tmp_path):
-    """Traces and costs."""
-    traces, costs = tmp_path / "traces", tmp_path / "costs.json"
+def made(treegraft, config, prompt_file, workshop):
+    """Traces and costs, made once; nobody writes to them."""
+    traces, costs = workshop / "traces", workshop / "costs.json"
+    if costs.exists():
+        return traces, costs
     ask = ("schedule", "collect", "-c", config, "--prompts", prompt_file, "--every", 3)
     result = treegraft(*ask, "-o", traces)
     assert result.code == 0, result.err
@@ -62,6 +70,7 @@ def test_the_whole_way_to_a_scheduler(treegraft, made, config, prompt_file, tmp_
     assert fitted.code == 0, fitted.err
     for word in ("never", "always", "best_fixed", "value", "oracle", "best fixed schedule:"):
         assert word in fitted.out
+    assert "ceiling: left out" in fitted.out
     assert set(treegraft(*ask, "--json").json["splits"]) == {"train", "validation", "test"}
     evaluate = ("schedule", "evaluate", "-c", config, tmp_path / "s", "--prompts", prompt_file)
     result = treegraft(*evaluate, "--repeat", 1, "--every", 2, "--json")
@@ -100,6 +109,59 @@ def test_the_whole_way_to_a_scheduler(treegraft, made, config, prompt_file, tmp_
     )
 
 
+def test_the_ceiling_and_a_temperature(treegraft, made, config, prompt_file, tmp_path):
+    """What the features could show, in both tables; and texts of another sampling."""
+    pytest.importorskip("sklearn")
+    traces, costs = made
+    ask = ("schedule", "fit", traces, "--costs", costs, "--epochs", 1, "-o", tmp_path / "s")
+    shown = treegraft(*ask, "--ceiling", "--target-scale", 3)
+    assert shown.out.startswith("cost-scaled: target forwards times 3\n")
+    assert "ceiling: boosted trees on the same features" in shown.out
+    splits = json.loads((tmp_path / "s" / "scheduler.json").read_text())["metrics"]
+    assert set(splits) == {"train", "validation", "test", "all"}
+    assert all(figures["ceiling"] <= figures["oracle"] for figures in splits.values())
+    evaluate = (
+        "schedule", "evaluate", "-c", config, tmp_path / "s", "--prompts", prompt_file, "--repeat",
+        1, "--no-paper", "--temperature", 0.8, "--seed", 3, "--max-new-tokens", 5,
+    )  # fmt: skip
+    result = treegraft(*evaluate, "--ceiling", traces, "--json")
+    assert result.code == 0, result.err
+    assert "another sampling (temperature 0.0 there, 0.8 here)" in result.err
+    assert result.json["sampling"]["temperature"] == 0.8
+    assert result.json["cost_scaled"] == "target forwards times 3"
+    figures = result.json["suites"]["words"]
+    assert figures["identical"] is True
+    assert 0 < figures["ceiling_to_better_endpoint"] <= figures["oracle_to_better_endpoint"]
+    assert figures["value_to_plain"] > 0
+    assert figures["value_to_paper_endpoint"] is None
+    assert "cost-scaled: target forwards times 3" in treegraft(*evaluate).out
+
+
+def test_a_deepened_targets_costs_are_taken_only_where_they_are_said_to_be(
+    treegraft, made, config, zoo, tmp_path
+):
+    traces, costs = made
+    fit = ("schedule", "fit", traces, "--epochs", 1, "-o", tmp_path / "s")
+    own = treegraft(*fit, "--costs", costs, "--cost-scaled")
+    assert own.code == 2
+    assert "are of another target than the traces, found the same" in own.err
+    held = json.loads(costs.read_text())
+    held["models"]["target"] = "f00d"
+    (tmp_path / "deep.json").write_text(json.dumps(held))
+    plain = treegraft(*fit, "--costs", tmp_path / "deep.json")
+    assert plain.code == 2
+    assert "measured for another target (f00d) than the traces'" in plain.err
+    assert not (tmp_path / "s").exists()
+    scaled = treegraft(*fit, "--costs", tmp_path / "deep.json", "--cost-scaled")
+    assert scaled.code == 0, scaled.err
+    assert scaled.out.startswith("cost-scaled: forwards of target f00d, texts of ")
+    other = treegraft(
+        "generate", "-c", config, "--scheduler", f"value:{tmp_path / 's'}", "--ids", "-p", "1,2,3"
+    )
+    assert other.code == 2
+    assert "made for another pipeline: target is 'f00d' there" in other.err
+
+
 def test_a_scheduler_is_not_judged_by_what_it_was_fitted_on(treegraft, made, config, tmp_path):
     traces, costs = made
     fit = ("schedule", "fit", traces, "--costs", costs, "--epochs", 1, "-o", tmp_path / "s")
@@ -132,6 +194,48 @@ def test_texts_that_end_at_once_are_skipped_by_name(treegraft, config, write, tm
     )
     assert empty.code == 2
     assert "hold no step to learn from" in empty.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_suites_that_end_at_once_and_traces_of_another_tree_are_named(
+    treegraft, made, config, prompt_file, tmp_path
+):
+    traces, costs = made
+    fit = ("schedule", "fit", traces, "--costs", costs, "--epochs", 1, "-o", tmp_path / "s")
+    assert treegraft(*fit).code == 0
+    evaluate = ("schedule", "evaluate", "-c", config, tmp_path / "s", "--prompts", prompt_file)
+    result = treegraft(*evaluate, "--no-paper", "--max-new-tokens", 1)
+    assert result.code == 2
+    assert result.err.endswith(
+        "error: the texts of suite 'words' end at once: nothing to schedule\n"
+    )
+    pytest.importorskip("sklearn")
+    other = shutil.copytree(traces, tmp_path / "t")
+    header = json.loads((other / "trace.json").read_text())
+    header["signature"]["builder"]["width"] = 9
+    (other / "trace.json").write_text(json.dumps(header))
+    result = treegraft(*evaluate, "--no-paper", "--ceiling", other)
+    assert result.code == 2
+    assert result.err.endswith(
+        "error: --ceiling: traces of another pipeline than the scheduler's: builder.width is 2 "
+        "there and 9 here\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["calibrate", "collect"])
+def test_a_head_has_no_costs_and_no_traces_and_is_named(treegraft, config, command, tmp_path):
+    data = yaml.safe_load(config.read_text())
+    data["drafters"].append({"kind": "head", "model": "nowhere", "name": "eagle"})
+    config.write_text(yaml.safe_dump(data))
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"ids": [1, 2]}')
+    words = ("schedule", command, "-c", config, "--prompts", prompts, "-o", tmp_path / "out")
+    result = treegraft(*words)
+    assert result.code == 2
+    assert "must not ask for the target's hidden states" in result.err
+    assert "found 'eagle'" in result.err
+    assert result.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -150,6 +254,14 @@ def test_mistakes_are_one_line(treegraft, config, tmp_path, arguments, said):
     assert result.code == 2
     assert said in result.err
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is not None, reason="it is installed")
+def test_the_ceiling_is_an_extra(treegraft, config, tmp_path):
+    for words in (("fit", tmp_path, "--costs", "c.json", "-o", tmp_path / "s", "--ceiling"),):
+        result = treegraft("schedule", *words)
+        assert result.code == 2
+        assert "get treegraft[ceiling]" in result.err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

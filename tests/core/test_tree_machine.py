@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from treegraft.backends.reference import ReferenceTree
 from treegraft.backends.tensor_tree import TensorTree
-from treegraft.core.roles import TreeBackend
+from treegraft.core.roles import NodeLists, TreeBackend
 from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree
 
 V = 5
@@ -184,10 +184,12 @@ class TwoTrees(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        for name in COLUMNS:
+        for name in (*COLUMNS, "alive"):
             ours, theirs = (getattr(tree, name) for tree in self.trees)
             assert ours.dtype == theirs.dtype, name
             assert torch.equal(ours, theirs), name
+            if hasattr(NodeLists, name):
+                assert [*getattr(self.tensor.lists(), name)] == theirs.tolist(), name
         everyone = torch.arange(self.n)
         assert torch.equal(*(tree.ancestors(everyone) for tree in self.trees))
         for source in (0, 1, 2, 62, None):

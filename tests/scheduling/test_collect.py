@@ -203,6 +203,10 @@ def test_a_text_of_one_token_has_no_step():
             r"\(store_tokens: 0\) .* found 99 of 'suffix'",
         ),
         (
+            {"drafters": [{"kind": "ngram"}, {"kind": "head", "model": "h", "name": "eagle"}]},
+            "the target's hidden states .* found 'eagle': traces do not keep them",
+        ),
+        (
             {
                 "drafters": [{"kind": "lm", "model": "small", "children": "sample"}],
                 "sampling": {"temperature": 0.5},

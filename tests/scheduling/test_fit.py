@@ -20,6 +20,7 @@ from treegraft.pipeline import build_pipeline
 from treegraft.policies.features import StateFeatures
 from treegraft.policies.value import ValueNetwork
 from treegraft.prompts import Prompt
+from treegraft.scheduling.ceiling import CeilingSettings
 from treegraft.scheduling.collection import Collection
 from treegraft.scheduling.economy import problem_of, row_seconds
 from treegraft.scheduling.fit import FitSettings, fit, policy_actions, split_of
@@ -129,6 +130,24 @@ def test_seconds_of_a_row_are_those_of_its_layers_and_its_end(traces):
         assert seconds[row] == pytest.approx(expected)
 
 
+def test_the_first_forward_of_a_drafter_in_a_step_takes_its_time(traces):
+    """The target's forward has gone through the caches since the drafter's last one."""
+    loaded = Traces.load(traces)
+    a = loaded.arrays
+    cold = replace(COSTS.curves["drafter:small"], first=2e-3)
+    costs = replace(COSTS, curves=COSTS.curves | {"drafter:small": cold})
+    more = row_seconds(loaded, costs) - row_seconds(loaded, COSTS)
+    seen = set()
+    for row in range(len(more)):
+        visits, above = 0, row
+        while a["parent"][above] >= 0:
+            visits += int(a["action"][above] == 1 and a["widths"][above].any())
+            above = int(a["parent"][above])
+        assert more[row] == pytest.approx(2e-3 if visits else 0.0)
+        seen.add(visits)
+    assert seen == {0, 1, 2}
+
+
 def test_a_dear_target_is_worth_more_drafting(traces):
     loaded = Traces.load(traces)
     depth = []
@@ -149,7 +168,7 @@ def test_folded_weights_do_what_training_did(traces, fitted):
     split = np.array([split_of(prompt.key) for prompt in loaded.prompts])[loaded.prompt]
     ends = problem.follow(actions)
     for name, metrics in fitted.metrics.items():
-        assert problem.rate(ends[split == name]) == pytest.approx(metrics["value"])
+        assert problem.estimate(ends[split == name]) == pytest.approx(metrics["value"])
 
 
 def test_traces_are_written_once_and_read_whole(traces, tmp_path):
@@ -179,6 +198,9 @@ def test_a_folder_of_other_traces_is_not_gone_on_with(traces, tmp_path):
     pipeline = build_pipeline(wider, held)
     with pytest.raises(ScheduleError, match=r"signature.builder.width is 2 there and 3 here"):
         Collection(wider, traces, every=1, pipeline=pipeline)
+    other = models() | {"target": hashed_model(12, 7, order=6)}
+    with pytest.raises(ScheduleError, match=r"signature.target is '\w+' there and '\w+' here"):
+        Collection(config(), traces, every=1, pipeline=build_pipeline(config(), other))
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "note.txt").write_text("mine")
     with pytest.raises(ScheduleError, match="must be a new folder or one of traces"):
@@ -323,6 +345,81 @@ def test_a_pipeline_says_once_that_its_scheduler_knows_the_costs_of_another_mach
     (said,) = notices(backend={"compile": "on"})
     assert "compile on there, off here" in said
     assert build_pipeline(config(), models()).notices == ()
+
+
+def test_a_pipeline_says_that_its_scheduler_was_fitted_for_another_temperature(fitted, tmp_path):
+    """A notice and no refusal: tokens do not depend on it."""
+    value = {"kind": "value", "artefact": str(tmp_path / "s")}
+    settings = config(scheduler=value)
+    backend = settings.backend.model_dump(mode="json")
+    here = environment(backend.pop("dtype"), backend.pop("device"), backend=backend)
+    costs = replace(COSTS, environment=here).as_dict()
+    header = fitted.artefact.header | {"costs": costs}
+    assert header["data"]["sampling"]["temperature"] == 0.0
+    write_artefact(replace(fitted.artefact, header=header), tmp_path / "s")
+    assert build_pipeline(settings, models()).notices == ()
+    # Without a temperature neither seed nor top_k changes a token.
+    for greedy in ({"seed": 5}, {"top_k": 3}):
+        assert build_pipeline(config(scheduler=value, sampling=greedy), models()).notices == ()
+    warm = config(scheduler=value, sampling={"temperature": 0.8, "top_k": 3})
+    pipeline = build_pipeline(warm, models())
+    (said,) = pipeline.notices
+    assert "another sampling (temperature 0.0 there, 0.8 here; top_k None there, 3 here)" in said
+    assert "\n" not in said
+    plain = build_pipeline(config(drafters=[], sampling={"temperature": 0.8, "top_k": 3}), models())
+    assert pipeline.generate([1, 2, 3]).tokens == plain.generate([1, 2, 3]).tokens
+
+
+def test_a_seeded_collection_gives_every_text_its_own_noise(tmp_path):
+    """Else a scheduler could learn by heart at which place one seed draws what is unlikely."""
+    warm = config(sampling={"temperature": 1.5, "seed": 4})
+    held = models()
+    # Every text has the same law, whatever stands in it.
+    row = hashed_model(12, 3).logits([1])
+    held["target"].logits = lambda text: row
+    pipeline = build_pipeline(warm, held)
+    collection = Collection(warm, tmp_path / "t", every=1, pipeline=pipeline)
+    collection.run([Prompt(f"p{i}", (1, 2, 3, i), None) for i in range(4)])
+    folder = TraceFolder.open(tmp_path / "t")
+    texts = {tuple(trace.arrays["text"].tolist()) for trace in folder.read()}
+    assert len(texts) == 4
+    assert folder.header["settings"]["noise"] == "by prompt"
+    assert folder.header["sampling"]["seed"] == 4
+    # Under one seed they would all have been this one.
+    alike = {tuple(pipeline.generate([1, 2, 3, i]).tokens) for i in range(4)}
+    assert len(alike) == 1
+
+
+def test_costs_of_a_dearer_target_with_the_same_texts_make_a_scheduler_for_that_one(
+    traces, tmp_path
+):
+    loaded = Traces.load(traces)
+    own = loaded.header["signature"]["target"]
+    dear = replace(COSTS, models={"target": "f00d"}).with_target_scale(4.0)
+    with pytest.raises(ScheduleError, match=r"measured for another target \(f00d\)"):
+        fit(loaded, dear, QUICK)
+    scaled = dear.for_texts_of(own)
+    assert CostModel.of(scaled.as_dict()) == scaled
+    header = fit(loaded, scaled, QUICK).artefact.header
+    assert header["signature"]["target"] == "f00d"
+    words = f"forwards of target f00d, texts of {own}; target forwards times 4"
+    assert header["cost_scaled"] == words
+    with pytest.raises(ScheduleError, match="of another target than the traces, found the same"):
+        replace(COSTS, models={"target": own}).for_texts_of(own)
+
+
+def test_the_ceiling_stands_beside_best_fixed_and_oracle(traces, fitted):
+    pytest.importorskip("sklearn")
+    found = fit(Traces.load(traces), COSTS, QUICK, ceiling=CeilingSettings(folds=3, trees=20))
+    assert set(found.metrics) == {"train", "validation", "test", "all"}
+    for name, metrics in found.metrics.items():
+        assert metrics["plain"] <= metrics["ceiling"] <= metrics["oracle"], name
+        assert metrics["ceiling_share"] <= 1.0
+    assert found.metrics["all"]["ceiling"] > found.metrics["all"]["best_fixed"]
+    # It says something about the features, and changes nothing about the networks.
+    for name, values in fitted.artefact.arrays.items():
+        np.testing.assert_array_equal(values, found.artefact.arrays[name])
+    assert found.artefact.header["ceiling"]["folds"] == 3
 
 
 def test_damaged_schedulers_are_named(fitted, tmp_path):

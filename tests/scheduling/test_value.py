@@ -57,6 +57,42 @@ def test_an_easy_text_is_drafted_far_and_a_hard_one_not_at_all():
     assert blind.rate == rate
 
 
+def test_few_steps_of_each_text_do_not_make_drafting_look_worse_than_it_is():
+    """A ratio of few steps comes out high on average where tokens vary; the estimate does not."""
+    dice = np.random.default_rng(0)
+    n_texts, n_steps, few = 300, 200, 4
+    # Steps commit 1 or 8 tokens, in each text another share of them; each takes a second.
+    share = dice.uniform(0.1, 0.6, n_texts)
+    tokens = np.where(dice.random((n_texts, n_steps)) < share[:, None], 8, 1)
+
+    def problem(kept):
+        n = kept.size
+        return Problem(
+            np.arange(n), np.full(n, -1), np.full(n, STOP), np.zeros(n), kept.ravel(),
+            np.ones(n), 1,
+            text=np.repeat(np.arange(n_texts), kept.shape[1]), lengths=np.full(n_texts, 100),
+        )  # fmt: skip
+
+    whole = problem(tokens)
+    truth = whole.rate(whole.roots)
+    assert whole.estimate(whole.roots) == pytest.approx(truth, rel=1e-2)
+    plain, corrected = [], []
+    for first in range(0, n_steps, few):
+        part = problem(tokens[:, first : first + few])
+        plain.append(part.rate(part.roots))
+        corrected.append(part.estimate(part.roots))
+    assert np.mean(plain) < 0.93 * truth
+    assert abs(np.mean(corrected) - truth) < 0.25 * abs(np.mean(plain) - truth)
+
+
+def test_where_nothing_varies_the_estimate_is_the_rate():
+    for n_steps in (1, 3):
+        problem = trie(n_steps, 1, 2, lambda s, c: 1 + 2 * len(c), lambda s, c: 1 + len(c) / 2)
+        ends = problem.fixed((0, 0))
+        assert problem.estimate(ends) == pytest.approx(problem.rate(ends))
+        assert problem.estimate(ends) == pytest.approx(5 / 2)
+
+
 def every_policy(problem, groups):
     """All maps from groups to actions."""
     names = np.unique(groups)

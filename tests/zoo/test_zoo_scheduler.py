@@ -43,7 +43,7 @@ def test_it_says_that_its_costs_are_those_of_compiled_forwards(pipeline):
     [
         ({"drafters": [{"kind": "ngram"}, {"kind": "lm", "model": "zoo:small"}]}, "drafters are"),
         ({"drafters": [{"kind": "recycle", "k": 4}]}, "drafters are recycle, small there"),
-        ({"builder": {"kind": "layered", "depth": 4, "width": 3, "budget": 8}}, "builder.width"),
+        ({"builder": {"kind": "layered", "depth": 4, "width": 3, "budget": 7}}, "builder.width"),
         ({"target": {"model": "zoo:medium"}}, "target is"),
     ],
 )

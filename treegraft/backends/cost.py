@@ -57,13 +57,16 @@ class Curve:
     ----------
     widths : nodes of the forward, rising. contexts : tokens of KV before it, rising.
     seconds : by context, then by width. scale : how much longer a forward takes in decoding than
-        in the measurement, where nothing else is in the caches.
+        in the measurement, where nothing else is in the caches. first : seconds that a drafter's
+        first forward of a step takes more than later ones, as the target's forward has just gone
+        through the caches.
     """
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     scale: float = 1.0
+    first: float = 0.0
 
     def at(self, width: ArrayLike, context: ArrayLike) -> Floats:
         """float64 [R]: seconds of forwards over ``width`` nodes [R] after ``context`` tokens [R].
@@ -123,6 +126,9 @@ class CostModel:
     curves : of the target and of each drafter that is a model. host : the rest of the step.
     checked : predicted over measured seconds per step, on steps that nothing was fitted to; None
         if that was not done.
+    target_scale, texts_of : of a cost-scaled model: how much dearer the target's forwards are taken
+        to be than they were measured; the identity of another target whose texts these costs are
+        put to, as the measured one gives the same texts (recipes/zoo/deepen.py).
     """
 
     environment: dict[str, Any]
@@ -130,12 +136,36 @@ class CostModel:
     curves: dict[str, Curve]
     host: HostCosts
     checked: float | None = None
+    target_scale: float = 1.0
+    texts_of: str | None = None
 
     def with_target_scale(self, factor: float) -> CostModel:
         """The same with a target whose forwards take ``factor`` times as long (cost-scaled)."""
         target = self.curves[TARGET]
-        scaled = replace(target, scale=target.scale * factor)
-        return self if factor == 1.0 else replace(self, curves={**self.curves, TARGET: scaled})
+        curves = {**self.curves, TARGET: replace(target, scale=target.scale * factor)}
+        return replace(self, curves=curves, target_scale=self.target_scale * factor)
+
+    def for_texts_of(self, identity: str) -> CostModel:
+        """The same for the texts of another target, which is the measured one at another price.
+
+        ScheduleError if it is the measured one itself.
+        """
+        if self.models.get(TARGET) == identity:
+            raise ScheduleError(
+                "cost-scaled costs are of another target than the traces, found the same "
+                f"({identity}); leave --cost-scaled out"
+            )
+        return replace(self, texts_of=identity)
+
+    @property
+    def scaled(self) -> str | None:
+        """In words what makes these costs cost-scaled; None where nothing does."""
+        found = []
+        if self.texts_of is not None:
+            found.append(f"forwards of target {self.models.get(TARGET)}, texts of {self.texts_of}")
+        if self.target_scale != 1.0:
+            found.append(f"target forwards times {self.target_scale:g}")
+        return "; ".join(found) or None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
@@ -150,12 +180,19 @@ class CostModel:
                 tuple(curve["contexts"]),
                 tuple(map(tuple, curve["seconds"])),
                 float(curve["scale"]),
+                float(curve.get("first", 0.0)),
             )
             for name, curve in data["curves"].items()
         }
         host = HostCosts(**data["host"])
         return CostModel(
-            dict(data["environment"]), dict(data["models"]), curves, host, data["checked"]
+            dict(data["environment"]),
+            dict(data["models"]),
+            curves,
+            host,
+            data["checked"],
+            data.get("target_scale", 1.0),
+            data.get("texts_of"),
         )
 
 
@@ -186,6 +223,8 @@ def elsewhere(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     return "; ".join(found) if found else None
 
 
+_BEFORE = {"temperature": 0.0}
+"""What costs were measured with that do not say it, as it came later."""
 _DECISIVE = ("device", "device_name", "dtype", "threads")
 
 
@@ -343,9 +382,9 @@ def load_costs(
                 f"{identity}; {again}"
             )
     for key, value in (here or {}).items():
-        if costs.environment.get(key) != value:
+        there = costs.environment.get(key, _BEFORE.get(key))
+        if there != value:
             raise ScheduleError(
-                f"costs {str(path)!r} were measured with {key} {costs.environment.get(key)!r}, "
-                f"found {value!r}; {again}"
+                f"costs {str(path)!r} were measured with {key} {there!r}, found {value!r}; {again}"
             )
     return costs

@@ -8,20 +8,19 @@ size a call of numpy or torch costs more than the loop (docs/decisions/0002-host
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
 from math import inf
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from treegraft.backends.draw_log import DrawLog
 from treegraft.core.errors import TreeError
 from treegraft.core.roles import NodeLists, TreeBackend
-from treegraft.core.tree import NOBODY, ROOT, Ledger, Proposals, TokenTree, lineage_matrix
+from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree, lineage_matrix
 
 
 @final
@@ -53,10 +52,7 @@ class TensorTree(TreeBackend):
         self._proposers: list[int] = []
         self._alive: list[bool] = []
         self._child: dict[int, int] = {}
-        self._draws: list[_Draw] = []
-        self._q: list[NDArray[np.float64]] = []
-        # Nodes that are verified whatever they score: drawn under, or above such a node.
-        self._bound = {ROOT}
+        self._draws = DrawLog()
 
     @property
     def n_nodes(self) -> int:
@@ -179,20 +175,19 @@ class TensorTree(TreeBackend):
 
     def add_(self, proposals: Proposals, source: int, overwrite: bool) -> Tensor:
         n_paths, length = proposals.tokens.shape
-        tokens: list[int] = proposals.tokens.flatten().tolist()
-        scores = _scores(proposals.logprobs)
+        tokens = [*chain.from_iterable(proposals.tokens.tolist())]
+        scores = _scores(chain.from_iterable(_listed(proposals.logprobs)))
         above: list[int] = proposals.positions.tolist()
         for node in above:
             if not self._alive[node]:
                 raise TreeError(f"paths cannot hang under node {node}, which was taken out")
         for node in above:
             self._visited[node] |= 1 << source
-        paths: Sequence[int] = range(n_paths)
         since = len(self._token)
-        drawn: list[int] = []
+        paths: Sequence[int] = range(n_paths)
+        drawn: Sequence[int] = ()
         if proposals.draw is not None:
-            drawn, refused = self._bind_(proposals.draw.tolist(), above)
-            paths = [path for path in paths if path not in refused]
+            paths, drawn = self._bind_(proposals.draw.tolist(), above)
         found = [-1] * (n_paths * length)
         depth, child = self._depth, self._child
         stale = False
@@ -221,8 +216,21 @@ class TensorTree(TreeBackend):
         if stale:
             self._accumulate_()
         if drawn:
-            self._note_draws_(proposals, drawn, found[::length], since)
-        return _int64(found).view(n_paths, length)
+            self._draws.note(proposals, drawn, found[::length], since)
+        return torch.from_numpy(np.array(found, dtype=np.int64).reshape(n_paths, length))
+
+    def _bind_(self, rows: Sequence[int], above: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Paths that may be hung, and those of them whose draw counts."""
+        able: list[int] = []
+        drawn: list[int] = []
+        for path, (row, position) in enumerate(zip(rows, above, strict=True)):
+            counts = row >= 0 and self._depth[position] < self._max_depth
+            if counts and not self._draws.bind(position, self._parent, self._budget):
+                continue  # its position cannot be promised a place
+            able.append(path)
+            if counts:
+                drawn.append(path)
+        return able, drawn
 
     def _score_(self, best: dict[int, float], first: int, source: int, overwrite: bool) -> bool:
         """Score nodes, new from ``first`` on; whether the score of an old one changed."""
@@ -245,44 +253,6 @@ class TensorTree(TreeBackend):
                 self._scorer[node] = source
         return changed
 
-    def _bind_(self, rows: Sequence[int], above: Sequence[int]) -> tuple[list[int], set[int]]:
-        """Paths whose draw counts, and those refused, whose position cannot be promised a place."""
-        drawn: list[int] = []
-        refused: set[int] = set()
-        for path, (row, position) in enumerate(zip(rows, above, strict=True)):
-            if row < 0 or self._depth[position] >= self._max_depth:
-                continue
-            if position not in self._bound:
-                bound = self._bound.copy()
-                node = position
-                while node not in bound:
-                    bound.add(node)
-                    node = self._parent[node]
-                if self._budget is not None and len(bound) > self._budget + 1:
-                    refused.add(path)
-                    continue
-                self._bound = bound
-            drawn.append(path)
-        return drawn, refused
-
-    def _note_draws_(
-        self, proposals: Proposals, drawn: Sequence[int], child: Sequence[int], since: int
-    ) -> None:
-        """Enter what was drawn, whether it brought a node or not."""
-        assert proposals.draw is not None
-        assert proposals.q is not None
-        q = proposals.q.detach().to(torch.float64).numpy()
-        rows, positions = proposals.draw.tolist(), proposals.positions.tolist()
-        tokens = proposals.tokens[:, 0].tolist()
-        place: dict[int, int] = {}
-        for path in drawn:
-            row = rows[path]
-            if row not in place:
-                place[row] = len(self._q)
-                # A copy: the drafter may use its buffer again.
-                self._q.append(q[row].copy())
-            self._draws.append(_Draw(positions[path], tokens[path], child[path], place[row], since))
-
     def _accumulate_(self) -> None:
         """Sum the scores of every path, top down."""
         logprob, parent, edge = self._logprob, self._parent, self._edge
@@ -290,12 +260,12 @@ class TensorTree(TreeBackend):
             logprob[node] = logprob[parent[node]] + edge[node]
 
     def rescore_(self, logprobs: Tensor, source: int) -> None:
-        self._edge[1:] = _scores(logprobs)[1:]
+        self._edge[1:] = _scores(_listed(logprobs)[1:])
         self._scorer[1:] = [source] * (len(self._scorer) - 1)
         self._accumulate_()
 
     def keep_(self, nodes: Tensor) -> None:
-        alive, kept = self._alive, set(self._bound)
+        alive, kept = self._alive, self._draws.bound.copy()
         n = len(alive)
         for wanted in nodes.tolist():
             if not 0 <= wanted < n or not alive[wanted]:
@@ -341,12 +311,13 @@ class TensorTree(TreeBackend):
         if len(kept) > budget + 1:
             ranked = self._ranked(kept)
             if self._draws:
-                ranked.sort(key=self._bound.__contains__, reverse=True)
+                ranked.sort(key=self._draws.bound.__contains__, reverse=True)
             kept = sorted(ranked[: budget + 1])
-        if len(self._bound) > budget + 1:
+        n_bound = len(self._draws.bound)
+        if n_bound > budget + 1:
             raise TreeError(
-                f"a budget of {budget} cannot hold the {len(self._bound) - 1} nodes under "
-                "which something was drawn"
+                f"a budget of {budget} cannot hold the {n_bound - 1} nodes under which something "
+                "was drawn"
             )
         place = {node: i for i, node in enumerate(kept)}
         parent = [place[self._parent[node]] for node in kept]
@@ -367,49 +338,22 @@ class TensorTree(TreeBackend):
             proposers=proposers,
             ancestors=torch.from_numpy(lineage_matrix(lineage, len(kept))),
             node=numbers,
-            ledger=self._ledger(place) if self._draws else None,
+            ledger=self._draws.ledger(place, self._token, self._parent),
         )
-
-    def _ledger(self, place: dict[int, int]) -> Ledger:
-        """Slots under the nodes in ``place``, draws of a call before its other children."""
-        # A draw of a child that was there before is one more slot; it does not move the child's.
-        made = {draw.child for draw in self._draws if draw.child >= draw.since}
-        slots = [
-            (d.since, 0, i, d.node, d.token, d.child, d.row) for i, d in enumerate(self._draws)
-        ]
-        for node in range(1, len(self._token)):
-            above = self._parent[node]
-            if node not in made and above in place:
-                slots.append((node, 1, 0, above, self._token[node], node, -1))
-        slots.sort()
-        table = np.zeros((len(self._q), max(q.shape[0] for q in self._q)))
-        for row, q in zip(table, self._q, strict=True):
-            row[: q.shape[0]] = q
-        return Ledger(
-            node=_int64([place[slot[3]] for slot in slots]),
-            token=_int64([slot[4] for slot in slots]),
-            child=_int64([place.get(slot[5], -1) for slot in slots]),
-            row=_int64([slot[6] for slot in slots]),
-            q=torch.from_numpy(table),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """A token drawn under ``node`` from ``row`` when the tree had ``since`` nodes."""
-
-    node: int
-    token: int
-    child: int
-    row: int
-    since: int
 
 
 def _int64(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
-def _scores(logprobs: Tensor) -> list[float]:
-    """float32 scores in one row: NaN is no score, and nothing is likelier than certain."""
-    given: list[float] = logprobs.to(torch.float32).flatten().tolist()
+def _listed(logprobs: Tensor) -> list[Any]:
+    """float32 scores as Python numbers, nested as the tensor is."""
+    if logprobs.dtype is not torch.float32:
+        logprobs = logprobs.to(torch.float32)
+    listed: list[Any] = logprobs.tolist()
+    return listed
+
+
+def _scores(given: Iterable[float]) -> list[float]:
+    """NaN is no score, and nothing is likelier than certain."""
     return [own if own <= 0.0 else 0.0 if own > 0.0 else -inf for own in given]

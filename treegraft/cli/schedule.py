@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treegraft.cli.options import Json, Limit, MaxNewTokens, PromptFile
-from treegraft.cli.output import note, print_json, progress, working
+from treegraft.cli.options import Json, Limit, MaxNewTokens, PromptFile, Seed, Temperature
+from treegraft.cli.output import loading, note, print_json, progress, working
 
 if TYPE_CHECKING:
     from treegraft.prompts import Prompt
@@ -131,32 +131,63 @@ def fit(
         float,
         typer.Option("--target-scale", min=0.01, help="Take the target for so many times as dear."),
     ] = 1.0,
+    cost_scaled: Annotated[
+        bool,
+        typer.Option(
+            "--cost-scaled",
+            help="The costs are of another target than the traces, which gives the same texts at "
+            "another price (recipes/zoo/deepen.py); the scheduler is for that one.",
+        ),
+    ] = False,
     hidden: Annotated[int, typer.Option("--hidden", min=1, help="Units per hidden layer.")] = 64,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Most passes over the rows.")] = 40,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights and order.")] = 0,
+    ceiling: Annotated[
+        bool,
+        typer.Option(
+            "--ceiling",
+            help="Also find what boosted trees reach on the same features, cross-validated by "
+            "prompt; needs treegraft[ceiling].",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Distil traces into a scheduler for one cost model.
 
     Prompts are split by hash into training, validation and test. Prints tokens per second that the
     cost model predicts for each split: of never, always, the best fixed schedule (found on the
-    training split), the scheduler, and the oracle, which knows the continuation.
+    training split), the scheduler, and the oracle, which knows the continuation; with --ceiling of
+    the best that boosted trees make of the features.
     """
     from treegraft.backends.artefact import write_artefact
     from treegraft.backends.cost import load_costs
     from treegraft.cli.output import stdout
+    from treegraft.scheduling.ceiling import CeilingSettings, check_installed
     from treegraft.scheduling.fit import FitSettings
     from treegraft.scheduling.fit import fit as distil
     from treegraft.scheduling.traces import Traces
 
+    if ceiling:
+        check_installed()
     loaded, measured = Traces.load(traces), load_costs(costs).with_target_scale(target_scale)
+    if cost_scaled:
+        measured = measured.for_texts_of(loaded.header["signature"]["target"])
+    warm = (measured.environment.get("temperature", 0.0), loaded.header["sampling"]["temperature"])
+    if warm[0] != warm[1]:
+        note(f"costs were measured at temperature {warm[0]:g}, the traces are of {warm[1]:g}")
     settings = FitSettings(hidden=hidden, epochs=epochs, seed=seed)
     with progress("fitting layers", None) as tick:
-        fitted = distil(loaded, measured, settings, tick)
+        fitted = distil(loaded, measured, settings, tick, CeilingSettings() if ceiling else None)
     write_artefact(fitted.artefact, out)
     if as_json:
         print_json(
-            {"path": str(out), "best_fixed": list(fitted.best_fixed), "splits": fitted.metrics}
+            {
+                "path": str(out),
+                "best_fixed": list(fitted.best_fixed),
+                "splits": fitted.metrics,
+                "cost_scaled": fitted.artefact.header["cost_scaled"],
+                "sampling": loaded.header["sampling"],
+            }
         )
         return
     from treegraft.cli.tables import fit_report
@@ -179,11 +210,21 @@ def evaluate(
         int, typer.Option("--every", min=1, help="Evaluate the oracle every so many steps.")
     ] = 4,
     max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
     paper: Annotated[
         bool, typer.Option("--paper/--no-paper", help="Decode with the paper's endpoints too.")
     ] = True,
     costs: Annotated[
         Path | None, typer.Option("--costs", help="Costs measured here; default: the scheduler's.")
+    ] = None,
+    ceiling: Annotated[
+        Path | None,
+        typer.Option(
+            "--ceiling",
+            help="Traces to grow boosted trees on: what the features could show at best; needs "
+            "treegraft[ceiling].",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -193,7 +234,7 @@ def evaluate(
 ) -> None:
     """A fitted scheduler against its endpoints and the oracle, on prompts it was not fitted on.
 
-    Decodes with never, always, the best fixed schedule and the scheduler in turns, and with the
+    Decodes plainly, with never, always, the best fixed schedule and the scheduler in turns, and the
     endpoints under the paper's tree settings. The oracle is evaluated offline: no scheduler can
     know the continuation. Without --prompts the shipped ones are decoded, a suite for each kind;
     --limit takes the first of each suite. Exits 1 if tokens differ.
@@ -206,17 +247,27 @@ def evaluate(
     from treegraft.config import load_config, override
     from treegraft.scheduling import evaluate as held
     from treegraft.scheduling.calibration import curve_models, pipeline_environment
+    from treegraft.scheduling.ceiling import check_installed
+    from treegraft.scheduling.traces import Traces
 
     if plot is not None:
         _check_plot(plot)
     artefact = read_artefact(scheduler)
     loaded = load_config(config)
-    if max_new_tokens is not None:
-        loaded = override(loaded, {"max_new_tokens": max_new_tokens})
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings = {option: value for option, value in given.items() if value is not None}
+    if settings:
+        loaded = override(loaded, settings)
+    traces = None
+    if ceiling is not None:
+        check_installed()
+        traces = Traces.load(ceiling)
     wanted = _suites(prompts, limit)
     arms = held.arm_configs(loaded, artefact, str(scheduler), paper)
-    with working("loading models"):
-        pipelines = build_pipelines(arms)
+    with loading("loading models") as on_compile:
+        pipelines = build_pipelines(arms, on_compile=on_compile)
+    for line in pipelines[held.VALUE].notices:
+        note(line)
     measured = None
     if costs is not None:
         own = pipelines[held.VALUE]
@@ -231,6 +282,7 @@ def evaluate(
             costs=measured,
             pipelines=pipelines,
             on_part=tick,
+            ceiling=traces,
         )
     if found.left_out:
         note(f"left out {len(found.left_out)} prompts that the scheduler was fitted on")

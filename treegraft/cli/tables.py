@@ -256,38 +256,63 @@ def _origin(origin: Origin) -> str:
 
 def fit_report(fitted: Fitted) -> Group:
     """Predicted tokens per second of every split, by scheduler."""
-    arms = ("never", "always", "best_fixed", "value", "oracle")
+    bounded = any("ceiling" in metrics for metrics in fitted.metrics.values())
+    arms = ["plain", "never", "always", "best_fixed", "value", "oracle"]
+    shares = {"share": "oracle_share"}
+    if bounded:
+        arms.insert(5, "ceiling")
+        shares["ceiling's"] = "ceiling_share"
     table = new_table(
-        "Tokens per second, as the cost model predicts", "split", "steps", *arms, "share"
+        "Tokens per second, as the cost model predicts", "split", "steps", *arms, *shares
     )
     for name, metrics in fitted.metrics.items():
-        rates = [f"{metrics[arm]:.1f}" for arm in arms]
-        text_row(table, name, f"{metrics['steps']:.0f}", *rates, f"{metrics['oracle_share']:.0%}")
+        rates = [f"{metrics[arm]:.1f}" if arm in metrics else "-" for arm in arms]
+        kept = [f"{metrics[key]:.0%}" if key in metrics else "-" for key in shares.values()]
+        text_row(table, name, f"{metrics['steps']:.0f}", *rates, *kept)
     calls = ", ".join(fitted.best_fixed) or "no drafting"
+    legend = ["share: of the oracle's gain over the better endpoint, what value keeps"]
+    if bounded:
+        half = fitted.metrics["all"]["ceiling_of_half"]
+        legend.append(
+            "ceiling: boosted trees on the same features, cross-validated by prompt; half as many "
+            f"prompts bring it to {half:.1f}"
+        )
+    else:
+        legend.append("ceiling: left out; --ceiling finds it (treegraft[ceiling])")
+    scaled = fitted.artefact.header["cost_scaled"]
     return Group(
+        *([Text(f"cost-scaled: {scaled}", style="bold")] if scaled else []),
         table,
         Text(f"best fixed schedule: {calls}"),
-        Text("share: of the oracle's gain over the better endpoint, what value keeps", style="dim"),
+        *(Text(line, style="dim") for line in legend),
     )
 
 
 def evaluation_report(evaluation: Evaluation) -> Group:
     """A fitted scheduler by suite, who drafted in which layer, and how far the costs are right."""
     data = evaluation.as_dict()
-    columns = ("suite", "x paper", "x better", "best fixed", "oracle", "share", "tokens")
+    keys = {
+        "x paper": "value_to_paper_endpoint",
+        "x plain": "value_to_plain",
+        "x better": "value_to_better_endpoint",
+        "best fixed": "best_fixed_to_better_endpoint",
+        "ceiling": "ceiling_to_better_endpoint",
+        "oracle": "oracle_to_better_endpoint",
+    }
+    shares = {"share": "oracle_share", "ceiling's": "ceiling_share"}
+    if data["mean"]["ceiling_share"] is None:
+        del keys["ceiling"], shares["ceiling's"]
     table = new_table(
-        "value over the better endpoint (measured; oracle and share predicted)", *columns
-    )
-    keys = (
-        "value_to_paper_endpoint",
-        "value_to_better_endpoint",
-        "best_fixed_to_better_endpoint",
-        "oracle_to_better_endpoint",
+        "value over the better endpoint (measured; oracle, ceiling and shares predicted)",
+        "suite",
+        *keys,
+        *shares,
+        "tokens",
     )
     for suite, figures in {**data["suites"], "mean": data["mean"]}.items():
-        shown = ["-" if figures[key] is None else f"{figures[key]:.2f}" for key in keys]
-        share = "-" if figures["oracle_share"] is None else f"{figures['oracle_share']:.0%}"
-        text_row(table, suite, *shown, share, "identical" if figures["identical"] else "DIFFER")
+        shown = ["-" if figures[k] is None else f"{figures[k]:.2f}" for k in keys.values()]
+        kept = ["-" if figures[k] is None else f"{figures[k]:.0%}" for k in shares.values()]
+        text_row(table, suite, *shown, *kept, "identical" if figures["identical"] else "DIFFER")
     speed = new_table(
         "Decoding", "scheduler", "tokens/s", "tokens/call", "predicted/measured", "calls"
     )
@@ -302,15 +327,24 @@ def evaluation_report(evaluation: Evaluation) -> Group:
             f"{data['tokens_per_second'][arm]:.1f}",
             f"{data['mean_accepted_length'][arm]:.2f}",
             "-" if error is None else f"{error:.2f}",
-            calls,
+            calls or "none",
         )
     drafters = "/".join(evaluation.comparison.statistics("value").drafters)
-    share = f"decisions take {evaluation.scheduler_share:.1%} of value's steps"
-    legend = "x paper: over the better endpoint with the paper's tree; share: of the oracle's gain"
+    legend = [
+        f"calls: {drafters} by layer; decisions take {evaluation.scheduler_share:.1%} of value's "
+        "steps",
+        "x paper, x plain: over the better endpoint with the paper's tree, over no drafting; "
+        "share: of the oracle's gain",
+    ]
+    if "ceiling" in keys:
+        legend.append("ceiling: boosted trees on the same features, grown on traces of others")
+    else:
+        legend.append("ceiling: left out; --ceiling TRACES finds it (treegraft[ceiling])")
+    scaled = data["cost_scaled"]
     return Group(
+        *([Text(f"cost-scaled: {scaled}", style="bold")] if scaled else []),
         table,
         Text(""),
         speed,
-        Text(f"calls: {drafters} by layer; {share}", style="dim"),
-        Text(legend, style="dim"),
+        *(Text(line, style="dim") for line in legend),
     )

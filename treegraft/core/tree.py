@@ -66,41 +66,35 @@ class Proposals:
         if not paths:
             return Proposals.empty()
         longest = max(1, *(len(path) for path in paths))
+        match = [0] * len(paths) if match is None else match
         return Proposals(
             torch.from_numpy(np.array(positions, dtype=np.int64)),
             torch.from_numpy(_left_aligned(paths, longest, -1, np.int64)),
             torch.from_numpy(_left_aligned(logprobs, longest, -np.inf, np.float32)),
-            torch.from_numpy(
-                np.array([0] * len(paths) if match is None else match, dtype=np.int64)
-            ),
+            torch.from_numpy(np.array(match, dtype=np.int64)),
         )
 
     def check(self, n_nodes: int) -> None:
         """Raise TreeError where shapes or types are wrong or a position is no node of the tree."""
-        if self.positions.dim() != 1:
-            raise TreeError(
-                f"proposals need positions of shape [K], found {list(self.positions.shape)}"
-            )
-        n_paths = self.positions.shape[0]
-        shape = self.tokens.shape
+        positions, tokens, match = self.positions, self.tokens, self.match
+        if positions.dim() != 1:
+            raise TreeError(f"proposals need positions of shape [K], found {list(positions.shape)}")
+        n_paths, shape = positions.shape[0], tokens.shape
         if shape != self.logprobs.shape or shape[:1] != (n_paths,) or len(shape) != 2:
             raise TreeError(
                 f"proposals need tokens and logprobs of shape [{n_paths}, C], found "
-                f"{list(self.tokens.shape)} and {list(self.logprobs.shape)}"
+                f"{list(shape)} and {list(self.logprobs.shape)}"
             )
         if not shape[1]:
             raise TreeError(
                 f"proposals need at least one column of tokens, found {list(shape)}; "
                 "return Proposals.empty() for no path"
             )
-        if self.match.shape != (n_paths,):
-            raise TreeError(
-                f"proposals need match of shape [{n_paths}], found {list(self.match.shape)}"
-            )
-        for name in ("positions", "tokens", "match"):
-            dtype = getattr(self, name).dtype
-            if dtype is not torch.int64:
-                raise TreeError(f"proposals need {name} of type int64, found {dtype}")
+        if match.shape != (n_paths,):
+            raise TreeError(f"proposals need match of shape [{n_paths}], found {list(match.shape)}")
+        for name, column in (("positions", positions), ("tokens", tokens), ("match", match)):
+            if column.dtype is not torch.int64:
+                raise TreeError(f"proposals need {name} of type int64, found {column.dtype}")
         if not self.logprobs.is_floating_point():
             raise TreeError(f"proposals need logprobs of a float type, found {self.logprobs.dtype}")
         for name in ("positions", "tokens", "logprobs", "match", "draw", "q"):
@@ -110,14 +104,11 @@ class Proposals:
         if n_paths == 0:
             return
         # Lists: for a handful of paths a reduction of numpy costs more than Python's.
-        match, positions = self.match.tolist(), self.positions.tolist()
-        if min(match) < 0:
-            raise TreeError(f"proposal match must be 0 or more, found {min(match)}")
-        if min(positions) < 0 or max(positions) >= n_nodes:
-            raise TreeError(
-                f"proposal positions must be nodes 0..{n_nodes - 1}, found "
-                f"{self.positions.tolist()}"
-            )
+        lowest, above = min(match.tolist()), positions.tolist()
+        if lowest < 0:
+            raise TreeError(f"proposal match must be 0 or more, found {lowest}")
+        if min(above) < 0 or max(above) >= n_nodes:
+            raise TreeError(f"proposal positions must be nodes 0..{n_nodes - 1}, found {above}")
         if self.draw is not None:
             self._check_draws(self.draw)
 

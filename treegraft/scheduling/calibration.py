@@ -37,6 +37,8 @@ from treegraft.prompts import Prompt
 __all__ = ["CostCalibration", "calibrate", "curve_models", "pipeline_environment"]
 
 CONTEXTS = (48, 256, 768)
+_FEWEST_LATER = 20
+"""Forwards of a drafter after its first of a step, from which on the two are told apart."""
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -51,10 +53,14 @@ def curve_models(pipeline: Pipeline) -> dict[str, LanguageModel]:
 
 
 def pipeline_environment(pipeline: Pipeline) -> dict[str, Any]:
-    """``environment`` of a pipeline: its backend settings are part of it."""
+    """``environment`` of a pipeline: its backend settings and its temperature are part of it.
+
+    Noise and the law of every verified node take their time, which greedy decoding does not.
+    """
     backend = pipeline.config.backend.model_dump(mode="json")
     device = backend.pop("device")
-    return environment(backend.pop("dtype"), device, backend=backend)
+    temperature = pipeline.config.sampling.temperature
+    return environment(backend.pop("dtype"), device, backend=backend, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +181,7 @@ def calibrate(
     curves = measure_curves(models, widths, CONTEXTS, repeats, on_part, clock)
     steps = _decode(pipeline, prompts, tokens, seed, clock, on_part)
     fitted, held = steps[::2], steps[1::2]
-    curves = {
-        name: replace(curve, scale=_scale(curve, name, fitted)) for name, curve in curves.items()
-    }
+    curves = {name: _in_decoding(curve, name, fitted) for name, curve in curves.items()}
     names = pipeline.drafter_names
     host = _host(fitted, names)
     costs = CostModel(
@@ -257,18 +261,32 @@ def _row(n_tree: int, n_drafted: int, calls: Sequence[int], n_drafters: int) -> 
     ]
 
 
-def _scale(curve: Curve, name: str, steps: Sequence[_Step]) -> float:
-    """Measured over predicted seconds of all forwards no wider than the grid.
+def _in_decoding(curve: Curve, name: str, steps: Sequence[_Step]) -> Curve:
+    """The curve with what forwards take in decoding: its scale, and what the first of a step adds.
 
-    The fiftieth that took longest for what they are is left out: something else held them up.
+    Forwards wider than the grid tell nothing. The fiftieth that took longest for what they are is
+    left out: something else held them up.
     """
-    found = [
-        (seconds, float(curve.at(width, context)))
-        for step in steps
-        for who, width, context, seconds in step.forwards
-        if who == name and width <= curve.widths[-1]
-    ]
-    found.sort(key=lambda pair: pair[0] / pair[1])
+    first: list[tuple[float, float]] = []
+    later: list[tuple[float, float]] = []
+    for step in steps:
+        mine = [forward[1:] for forward in step.forwards if forward[0] == name]
+        for number, (width, context, seconds) in enumerate(mine):
+            if width <= curve.widths[-1]:
+                pair = (seconds, float(curve.at(width, context)))
+                (later if number else first).append(pair)
+    if name == TARGET or len(later) < _FEWEST_LATER:
+        return replace(curve, scale=_scale(first + later))
+    scale = _scale(later)
+    extra = sorted(seconds - scale * alone for seconds, alone in first)
+    calm = extra[: len(extra) - len(extra) // 50]
+    more = sum(calm) / len(calm) if calm else 0.0
+    return replace(curve, scale=scale, first=max(more, 0.0))
+
+
+def _scale(pairs: Sequence[tuple[float, float]]) -> float:
+    """Measured over predicted seconds, most of them."""
+    found = sorted(pairs, key=lambda pair: pair[0] / pair[1])
     calm = found[: len(found) - len(found) // 50]
     return sum(s for s, _ in calm) / sum(p for _, p in calm) if calm else 1.0
 
@@ -308,8 +326,12 @@ def _check(costs: CostModel, steps: Sequence[_Step], names: Sequence[str]) -> di
     host = costs.host
     weights = np.array([host.step, host.node, host.drafted, *(host.visit[n] for n in names)])
     for step in steps:
+        seen: set[str] = set()
         for who, width, context, seconds in step.forwards:
-            predicted[who] = predicted.get(who, 0.0) + float(costs.curves[who].at(width, context))
+            curve = costs.curves[who]
+            here = float(curve.at(width, context)) + (0.0 if who in seen else curve.first)
+            seen.add(who)
+            predicted[who] = predicted.get(who, 0.0) + here
             measured[who] = measured.get(who, 0.0) + seconds
         predicted["rest"] = predicted.get("rest", 0.0) + float(weights @ np.array(step.row))
         measured["rest"] = measured.get("rest", 0.0) + step.rest

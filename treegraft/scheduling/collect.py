@@ -46,7 +46,14 @@ from treegraft.policies.drafters.suffix import SuffixConfig
 from treegraft.policies.features import StateFeatures, TextFeatures
 from treegraft.scheduling.shadow import Reading, ShadowDrafter
 
-__all__ = ["MOST_SCHEDULES", "Collector", "PromptTrace", "check_collectable", "prompt_key"]
+__all__ = [
+    "MOST_SCHEDULES",
+    "Collector",
+    "PromptTrace",
+    "check_collectable",
+    "prompt_key",
+    "text_seed",
+]
 
 MOST_SCHEDULES = 243
 """Schedules of full depth up to which all are tried; above it a beam."""
@@ -56,6 +63,11 @@ _STOPPED = -1
 def prompt_key(tokens: Sequence[int]) -> str:
     """SHA-256 of a prompt's token ids: names its trace, and decides on which split it is in."""
     return hashlib.sha256(np.asarray(tokens, dtype="<i8").tobytes()).hexdigest()
+
+
+def text_seed(seed: int, key: str) -> int:
+    """The seed of one text's noise, from a run's ``seed`` and the text's ``prompt_key``."""
+    return int(hashlib.sha256(f"{seed} {key}".encode()).hexdigest()[:12], 16)
 
 
 def check_collectable(config: PipelineConfig) -> None:
@@ -164,10 +176,18 @@ class Collector:
     seed : of the schedules that carry a text forward.
     beam : schedules kept per layer where there are more than ``MOST_SCHEDULES``.
     top : how many of the target's likeliest tokens are kept at each place.
+    own_noise : sample each text with a seed of its own (``text_seed``). Under one seed all texts
+        have the same noise at the same place, which a scheduler could learn by heart.
     """
 
     def __init__(
-        self, pipeline: Pipeline, every: int = 4, seed: int = 0, beam: int = 24, top: int = 8
+        self,
+        pipeline: Pipeline,
+        every: int = 4,
+        seed: int = 0,
+        beam: int = 24,
+        top: int = 8,
+        own_noise: bool = False,
     ) -> None:
         config, parts = pipeline.config, pipeline.parts
         check_collectable(config)
@@ -175,6 +195,7 @@ class Collector:
             raise ConfigError("builder.depth must be at least 1 to schedule anything, found 0")
         self._pipeline = pipeline
         self._every, self._seed, self._beam, self._top = every, seed, beam, top
+        self._own_noise = own_noise
         drafters: list[Drafter] = []
         for settings, drafter in zip(config.drafters, parts.drafters, strict=True):
             if isinstance(drafter, ScoringDrafter):
@@ -199,7 +220,9 @@ class Collector:
         A text of one token leaves nothing to schedule; its trace has no step.
         """
         tokens = self._pipeline.encode(prompt)
-        new = self._pipeline.generate(tokens).tokens
+        sampling = self._pipeline.config.sampling
+        noise = text_seed(sampling.seed, prompt_key(tokens)) if self._own_noise else sampling.seed
+        new = self._pipeline.generate(tokens, seed=noise).tokens
         text = [*tokens, *new]
         with torch.no_grad():
             top = self._read(text)

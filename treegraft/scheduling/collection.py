@@ -70,8 +70,11 @@ class Collection:
         self._config = config
         self._settings = {"every": every, "beam": beam, "seed": seed}
         self._pipeline = pipeline or build_pipeline(config)
-        self._collector = Collector(self._pipeline, **self._settings)
-        header = trace_header(self._pipeline, self._collector, self._settings)
+        self._collector = Collector(self._pipeline, **self._settings, own_noise=True)
+        said: dict[str, Any] = dict(self._settings)
+        if config.sampling.temperature > 0.0:
+            said["noise"] = "by prompt"
+        header = trace_header(self._pipeline, self._collector, said)
         self.folder = TraceFolder.begin(out, header)
 
     def missing(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -160,7 +163,8 @@ def _worker(config: str, settings: tuple[tuple[str, int], ...]) -> Collector:
 
     # A worker has one core; more threads than that wait for each other.
     torch.set_num_threads(1)
-    return Collector(build_pipeline(parse_config(json.loads(config))), **dict(settings))
+    pipeline = build_pipeline(parse_config(json.loads(config)))
+    return Collector(pipeline, **dict(settings), own_noise=True)
 
 
 def _collect_remotely(

@@ -18,15 +18,17 @@ from treegraft.backends.artefact import Artefact
 from treegraft.backends.cost import CostModel
 from treegraft.bench.comparison import Comparison, build_pipelines, compare
 from treegraft.config import PipelineConfig, parse_config
-from treegraft.core.errors import PromptError
+from treegraft.core.errors import PromptError, ScheduleError
 from treegraft.core.stats import Statistics
 from treegraft.pipeline import Pipeline
 from treegraft.policies.value import ValueNetwork
 from treegraft.prompts import Prompt
+from treegraft.scheduling.ceiling import BoostedPolicy, boost
 from treegraft.scheduling.collect import Collector, check_collectable, prompt_key
 from treegraft.scheduling.economy import problem_of
 from treegraft.scheduling.fit import policy_actions
 from treegraft.scheduling.traces import Traces, trace_header
+from treegraft.signature import difference
 
 __all__ = [
     "ENDPOINTS",
@@ -47,7 +49,8 @@ PAPER: dict[str, Any] = {
 }
 """Tree settings of the paper's main runs; its endpoints are ``never`` and ``always`` with these."""
 ENDPOINTS = ("never", "always")
-VALUE, BEST_FIXED = "value", "best_fixed"
+VALUE, BEST_FIXED, PLAIN = "value", "best_fixed", "plain"
+CEILING = "ceiling"
 _PAPER = "paper_"
 
 
@@ -58,7 +61,8 @@ class Offline:
     Attributes
     ----------
     steps : that were evaluated.
-    rates : of ``never``, ``always``, ``best_fixed``, ``value`` and ``oracle``.
+    rates : of ``plain``, ``never``, ``always``, ``best_fixed``, ``value`` and ``oracle``, and of
+        ``ceiling`` if traces were given for it.
     """
 
     steps: int
@@ -69,11 +73,12 @@ class Offline:
         """The better endpoint's rate."""
         return max(self.rates[name] for name in ENDPOINTS)
 
-    @property
-    def share(self) -> float | None:
-        """Of the oracle's gain over the better endpoint, what ``value`` keeps; None without one."""
+    def share(self, name: str = VALUE) -> float | None:
+        """Of the oracle's gain over the better endpoint, what ``name`` keeps; None without one."""
         gain = self.rates["oracle"] - self.endpoint
-        return (self.rates[VALUE] - self.endpoint) / gain if gain > 0 else None
+        if gain <= 0 or name not in self.rates:
+            return None
+        return (self.rates[name] - self.endpoint) / gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +88,15 @@ class Evaluation:
     Attributes
     ----------
     comparison : real decoding; the kind of a prompt is its suite. offline : by suite.
-    left_out : prompts that the scheduler was fitted on.
+    left_out : prompts that the scheduler was fitted on. cost_scaled : what makes its costs those of
+        a dearer target, in words; None if nothing does. sampling : of the texts, as in the config.
     """
 
     comparison: Comparison
     offline: dict[str, Offline]
     left_out: tuple[str, ...] = ()
+    cost_scaled: str | None = None
+    sampling: dict[str, Any] | None = None
 
     def figures(self, suite: str) -> dict[str, Any]:
         """The figures of one suite, keyed as the command prints them."""
@@ -96,12 +104,16 @@ class Evaluation:
         own = max(speed[arm] for arm in ENDPOINTS)
         paper = [speed[arm] for arm in speed if arm.startswith(_PAPER)]
         offline = self.offline[suite]
+        bound = offline.rates.get(CEILING)
         return {
             "value_to_paper_endpoint": speed[VALUE] / max(paper) if paper else None,
+            "value_to_plain": speed[VALUE] / speed[PLAIN],
             "value_to_better_endpoint": speed[VALUE] / own,
             "best_fixed_to_better_endpoint": speed[BEST_FIXED] / own,
             "oracle_to_better_endpoint": offline.rates["oracle"] / offline.endpoint,
-            "oracle_share": offline.share,
+            "ceiling_to_better_endpoint": None if bound is None else bound / offline.endpoint,
+            "oracle_share": offline.share(),
+            "ceiling_share": offline.share(CEILING),
             "identical": self._identical(suite),
         }
 
@@ -128,7 +140,7 @@ class Evaluation:
         offline, which are a sample of those decoded.
         """
         found = {}
-        for arm in (*ENDPOINTS, BEST_FIXED, VALUE):
+        for arm in (PLAIN, *ENDPOINTS, BEST_FIXED, VALUE):
             predicted = sum(o.steps for o in self.offline.values()) / sum(
                 o.steps / o.rates[arm] for o in self.offline.values()
             )
@@ -160,6 +172,8 @@ class Evaluation:
             },
             "prompts": self.comparison.n_prompts,
             "left_out": list(self.left_out),
+            "cost_scaled": self.cost_scaled,
+            "sampling": self.sampling,
         }
 
 
@@ -179,17 +193,17 @@ def arm_configs(
     """
     check_collectable(config)
     data = config.model_dump()
-    best = {"kind": "fixed", "calls": artefact.header["best_fixed"]}
-    if not artefact.header["best_fixed"]:
-        best = {"kind": "never"}
-    schedulers: dict[str, dict[str, Any]] = {
-        **{kind: {"kind": kind} for kind in ENDPOINTS},
+    plain = {"scheduler": {"kind": "never"}, "drafters": [], "ride_along": []}
+    best: dict[str, Any] = plain
+    if artefact.header["best_fixed"]:
+        best = {"scheduler": {"kind": "fixed", "calls": artefact.header["best_fixed"]}}
+    changes: dict[str, dict[str, Any]] = {
+        **{kind: {"scheduler": {"kind": kind}} for kind in ENDPOINTS},
+        PLAIN: plain,
         BEST_FIXED: best,
-        VALUE: {"kind": "value", "artefact": path},
+        VALUE: {"scheduler": {"kind": "value", "artefact": path}},
     }
-    arms = {name: parse_config(data | {"scheduler": s}) for name, s in schedulers.items()}
-    if not artefact.header["best_fixed"]:
-        arms[BEST_FIXED] = parse_config(data | {"scheduler": {"kind": "never"}, "drafters": []})
+    arms = {name: parse_config(data | change) for name, change in changes.items()}
     if paper:
         for kind in ENDPOINTS:
             arms[_PAPER + kind] = parse_config(data | PAPER | {"scheduler": {"kind": kind}})
@@ -227,6 +241,7 @@ def evaluate(
     costs: CostModel | None = None,
     pipelines: Mapping[str, Pipeline] | None = None,
     on_part: Callable[[object], None] | None = None,
+    ceiling: Traces | None = None,
 ) -> Evaluation:
     """Decode with every arm in turns, and evaluate schedules offline on the same prompts.
 
@@ -237,15 +252,34 @@ def evaluate(
     costs : for the offline side instead of those that the scheduler was fitted with.
     pipelines : of the configs, if they are built already.
     on_part : called after each prompt, once offline and ``repeat`` times decoding.
+    ceiling : traces that boosted trees are grown on, to say what the features could show at best;
+        those that the scheduler was fitted on, or more of their kind. ScheduleError if they are of
+        other drafters, another tree or other features.
     """
     pipelines = dict(pipelines or build_pipelines(configs))
     costs = costs or CostModel.of(artefact.header["costs"])
     wanted, left_out = unseen(pipelines[VALUE], artefact, prompts)
     suites = [dataclasses.replace(p, kind=p.kind or "prompts") for p in wanted]
     # Its text is any arm's text.
-    offline = _offline(pipelines["never"], artefact, suites, every, costs, on_part)
+    trees = None if ceiling is None else _trees(ceiling, artefact, costs)
+    offline = _offline(pipelines["never"], artefact, suites, every, costs, trees, on_part)
     comparison = compare(pipelines, suites, repeat=repeat, on_run=on_part)
-    return Evaluation(comparison, offline, left_out)
+    sampling = pipelines[VALUE].config.sampling.model_dump(mode="json")
+    return Evaluation(comparison, offline, left_out, costs.scaled, sampling)
+
+
+def _trees(traces: Traces, artefact: Artefact, costs: CostModel) -> BoostedPolicy:
+    """Grown on traces of the artefact's pipeline; its target may be the same at another price."""
+    made_for = dict(artefact.header["signature"])
+    there = dict(traces.header["signature"])
+    if costs.texts_of == there["target"]:
+        there["target"] = made_for["target"]
+    wrong = difference(made_for, there)
+    if wrong is None and traces.header["features"] != artefact.header["features"]:
+        wrong = "the features differ"
+    if wrong is not None:
+        raise ScheduleError(f"--ceiling: traces of another pipeline than the scheduler's: {wrong}")
+    return boost(traces, problem_of(traces, costs))
 
 
 def _offline(
@@ -254,6 +288,7 @@ def _offline(
     prompts: Sequence[Prompt],
     every: int,
     costs: CostModel,
+    trees: BoostedPolicy | None,
     on_part: Callable[[object], None] | None,
 ) -> dict[str, Offline]:
     collector = Collector(pipeline, every=every, seed=1)
@@ -275,17 +310,18 @@ def _offline(
         traces = Traces.join(header, by_suite[suite])
         problem = problem_of(traces, costs)
         depth = problem.depth
-        actions = policy_actions(
-            network, problem, traces.arrays["described"], traces.arrays["features"]
-        )
-        found[suite] = Offline(
-            traces.n_steps,
-            {
-                "never": problem.rate(problem.fixed((0,) * depth)),
-                "always": problem.rate(problem.fixed((len(names) - 1,) * depth)),
-                BEST_FIXED: problem.rate(problem.fixed(calls)),
-                VALUE: problem.rate(problem.follow(actions)),
-                "oracle": problem.solve().rate,
-            },
-        )
+        rows, features = traces.arrays["described"], traces.arrays["features"]
+        rates = {
+            PLAIN: problem.estimate(problem.roots),
+            "never": problem.estimate(problem.fixed((0,) * depth)),
+            "always": problem.estimate(problem.fixed((len(names) - 1,) * depth)),
+            BEST_FIXED: problem.estimate(problem.fixed(calls)),
+            VALUE: problem.estimate(
+                problem.follow(policy_actions(network, problem, rows, features))
+            ),
+            "oracle": problem.estimate(problem.solve().ends),
+        }
+        if trees is not None:
+            rates[CEILING] = problem.estimate(problem.follow(trees.decide(problem, rows, features)))
+        found[suite] = Offline(traces.n_steps, rates)
     return found

@@ -10,8 +10,9 @@ Shapes: S steps, R rows, E described rows, F features, H hidden units, K drafter
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Any, final
 
 import numpy as np
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 
 from treegraft import __version__
 from treegraft.backends.artefact import Artefact
-from treegraft.backends.cost import CostModel
+from treegraft.backends.cost import TARGET, CostModel
 from treegraft.core.errors import ScheduleError
 from treegraft.policies.features import FEATURES_VERSION
 from treegraft.policies.value import ValueNetwork
+from treegraft.scheduling.ceiling import SHRINK, CeilingSettings, boost, centred
 from treegraft.scheduling.economy import problem_of
 from treegraft.scheduling.traces import Traces
 from treegraft.scheduling.value import STOP, Problem
@@ -33,8 +35,6 @@ __all__ = ["SPLITS", "FitSettings", "Fitted", "fit", "policy_actions", "split_of
 SPLITS = ("train", "validation", "test")
 _SHARES = (70, 15, 15)
 _SMALLEST_BATCH, _LARGEST_BATCH = 32, 512
-_SHRINK = 4.0
-"""Average steps that are added to a text's own when what a second is worth there is taken."""
 
 
 def split_of(key: str) -> str:
@@ -72,10 +72,14 @@ class Fitted:
     Attributes
     ----------
     artefact : with the metrics in its header.
-    metrics : by split: steps, tokens per second under the cost model of ``never`` (cheapest drafter
-        in every layer), ``always`` (dearest), ``best_fixed`` (found on the training split),
-        ``value`` and ``oracle``; and ``oracle_share``, how much of the oracle's gain over the
-        better endpoint ``value`` keeps.
+    metrics : by split: steps, tokens per second (``Problem.estimate``) under the cost model of
+        ``plain`` (no drafting), ``never`` (cheapest drafter in every layer), ``always`` (dearest),
+        ``best_fixed`` (found on the training split), ``value`` and ``oracle``; and
+        ``oracle_share``, how much of the oracle's gain over the better endpoint ``value`` keeps.
+        With a ceiling: ``ceiling``, what boosted trees reach on the same features, and
+        ``ceiling_share`` likewise, in each split by trees that did not see the prompt; and the same
+        of ``all`` prompts together, where ``value`` is left out, as it has seen most of them, and
+        ``ceiling_of_half`` is by trees that half as many prompts taught.
     best_fixed : drafters by name, layer by layer.
     """
 
@@ -89,10 +93,13 @@ def fit(
     costs: CostModel,
     settings: FitSettings | None = None,
     on_layer: Callable[[object], None] | None = None,
+    ceiling: CeilingSettings | None = None,
 ) -> Fitted:
     """Fit a scheduler to traces under a cost model.
 
     ScheduleError if a split is empty. The same traces, costs and settings give the same artefact.
+    ``ceiling`` : also find what boosted trees reach on the features (``ceiling``); ConfigError
+    without scikit-learn.
     ``on_layer`` : called after each layer of each round, for progress.
     """
     settings = settings or FitSettings()
@@ -123,11 +130,22 @@ def fit(
         name: _metrics(part, calls, problem_ends)
         for name, part, problem_ends in _of_splits(problem, parts, split, network, rows, features)
     }
+    if ceiling is not None:
+        found = problem.follow(boost(traces, problem, ceiling, on_layer).actions)
+        for number, name in enumerate(SPLITS):
+            metrics[name] |= _shares(metrics[name], problem.estimate(found[split == number]))
+        whole = _rates(problem, calls)
+        metrics["all"] = whole | _shares(whole, problem.estimate(found))
+        fewer = boost(traces, problem, replace(ceiling, share=0.5 * ceiling.share), on_layer)
+        metrics["all"]["ceiling_of_half"] = problem.estimate(problem.follow(fewer.actions))
     names = list(traces.header["signature"]["drafters"])
     best_fixed = tuple(names[i] for i in calls)
     header: dict[str, Any] = {
         "created_by": __version__,
-        "signature": traces.header["signature"],
+        # Of cost-scaled costs: the dearer target's.
+        "signature": dict(traces.header["signature"])
+        | {"target": costs.models.get(TARGET, traces.header["signature"]["target"])},
+        "cost_scaled": costs.scaled,
         "features_version": FEATURES_VERSION,
         "features": list(traces.header["features"]),
         "depth": problem_depth(traces),
@@ -150,6 +168,8 @@ def fit(
         },
         "costs": costs.as_dict(),
     }
+    if ceiling is not None:
+        header["ceiling"] = asdict(ceiling) | {"scikit-learn": version("scikit-learn")}
     arrays = {name: getattr(network, name) for name in ValueNetwork.__slots__}
     return Fitted(Artefact(header, arrays), metrics, best_fixed)
 
@@ -194,18 +214,33 @@ def _of_splits(
 def _metrics(
     part: Problem, calls: tuple[int, ...], value: tuple[Problem, NDArray[np.int64]]
 ) -> dict[str, float]:
+    rates = _rates(part, calls)
+    reached = value[0].estimate(value[1])
+    return rates | {"value": reached, "oracle_share": _share(rates, reached)}
+
+
+def _rates(part: Problem, calls: tuple[int, ...]) -> dict[str, float]:
+    """Of the schedules that need no learning."""
     depth = part.depth
-    rates = {
-        "never": part.rate(part.fixed((0,) * depth)),
-        "always": part.rate(part.fixed((part.n_drafters - 1,) * depth)),
-        "best_fixed": part.rate(part.fixed(calls)),
-        "value": value[0].rate(value[1]),
-        "oracle": part.solve().rate,
+    return {
+        "steps": float(part.roots.shape[0]),
+        "plain": part.estimate(part.roots),
+        "never": part.estimate(part.fixed((0,) * depth)),
+        "always": part.estimate(part.fixed((part.n_drafters - 1,) * depth)),
+        "best_fixed": part.estimate(part.fixed(calls)),
+        "oracle": part.estimate(part.solve().ends),
     }
+
+
+def _share(rates: Mapping[str, float], reached: float) -> float:
+    """Of the oracle's gain over the better endpoint, what ``reached`` tokens per second keep."""
     endpoint = max(rates["never"], rates["always"])
     gain = rates["oracle"] - endpoint
-    share = (rates["value"] - endpoint) / gain if gain > 0 else 1.0
-    return {"steps": float(part.roots.shape[0]), **rates, "oracle_share": share}
+    return (reached - endpoint) / gain if gain > 0 else 1.0
+
+
+def _shares(rates: Mapping[str, float], ceiling: float) -> dict[str, float]:
+    return {"ceiling": ceiling, "ceiling_share": _share(rates, ceiling)}
 
 
 @final
@@ -238,15 +273,10 @@ class _Learner:
         ``ends`` int64 [S] : where steps stopped so far, which says what a second is worth.
         """
         problem = self._problem
-        value = problem.gains(ends, _SHRINK)
+        value = problem.gains(ends, SHRINK)
         actions = np.full(value.shape[0], STOP, dtype=np.int64)
         for layer in reversed(self._layers):
-            after = problem.child[layer.rows]
-            able = np.concatenate(
-                [np.ones((after.shape[0], 1), dtype=np.bool_), after >= 0], axis=1
-            )
-            stop = value[layer.rows][:, None]
-            worth = np.concatenate([stop, np.where(after >= 0, value[after], stop)], axis=1)
+            worth, able = problem.options(layer.rows, value)
             layer.train(worth, able)
             chosen = layer.margins().argmax(1)
             actions[layer.rows] = chosen - 1
@@ -295,8 +325,7 @@ class _Layer:
         """Fit margins to ``worth`` float [n, K + 1] of the actions, where they are ``able``."""
         s = self._settings
         mask = torch.from_numpy(able.astype(np.float32))
-        target = torch.from_numpy(worth.astype(np.float32))
-        target = (target - (target * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)) * mask
+        target = torch.from_numpy(centred(worth, able).astype(np.float32))
         fitted, held = (torch.from_numpy(np.flatnonzero(self._split == i)) for i in (0, 1))
         spread = float(target[fitted].std()) or 1.0
         target = target / spread

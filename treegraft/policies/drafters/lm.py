@@ -313,7 +313,7 @@ class LmDrafter(ScoringDrafter):
         logits = self._model.forward(
             self._cache,
             _int64([min(token, self._last_id) for token in tokens]),
-            _int64(range(base + first - n_text, base + last)),
+            torch.from_numpy(np.arange(base + first - n_text, base + last)),
             _int64(positions),
             torch.from_numpy(visible),
         )
