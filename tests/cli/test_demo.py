@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from treegraft.bench import demo
 from treegraft.zoo import ZooPrompt, catalog
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,9 @@ def tiny_catalog(zoo, monkeypatch):
     paths = {"target": Path(zoo.target), "small": Path(zoo.small)}
     monkeypatch.setattr(catalog, "zoo_path", paths.__getitem__)
     monkeypatch.setattr(catalog, "zoo_prompts", lambda: prompts)
+    # The learned schedule holds for the models that it was fitted on.
+    fixed = {"scheduler": {"kind": "fixed", "calls": ["recycle", "small"]}}
+    monkeypatch.setattr(demo, "DEMO_LEARNED", demo.DEMO_LEARNED | fixed)
     n_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(n_threads)
@@ -32,7 +36,7 @@ def test_json_is_all_that_is_on_stdout(treegraft):
     assert result.code == 0
     data = result.json
     assert data["prompts"] == 4
-    assert list(data["configs"]) == ["plain", "never", "always", "mixed"]
+    assert list(data["configs"]) == ["plain", "never", "always", "mixed", "learned"]
     plain = data["configs"]["plain"]
     for figures in data["configs"].values():
         assert figures["identical"] is True
@@ -65,8 +69,6 @@ def test_text_output_streams_and_says_what_was_found(treegraft):
 
 @pytest.mark.usefixtures("tiny_catalog")
 def test_a_token_that_differs_fails_the_demo(treegraft, monkeypatch):
-    from treegraft.bench import demo
-
     faulty = {"verifier": {"kind": "faulty_verifier:AcceptsTheFirstChild"}}
     monkeypatch.setattr(demo, "DEMO_SETTINGS", demo.DEMO_SETTINGS | faulty)
     result = treegraft("demo", "--prompts-per-kind", 1, "-n", 6)
@@ -77,8 +79,6 @@ def test_a_token_that_differs_fails_the_demo(treegraft, monkeypatch):
 
 @pytest.mark.usefixtures("tiny_catalog")
 def test_texts_shrink_to_fit_the_time(treegraft, monkeypatch):
-    from treegraft.bench import demo
-
     monkeypatch.setattr(demo, "_MOST_TOKENS", 20)
     data = treegraft("demo", "--json", "--prompts-per-kind", 1).json
     assert 16 <= data["settings"]["max_new_tokens"] <= 20
@@ -109,6 +109,13 @@ def test_the_shipped_models_draft_the_same_tokens(treegraft):
     assert data["prompts"] >= 1
     assert len(data["kinds"]) >= min(3, data["prompts"])
     assert all(figures["identical"] for figures in data["configs"].values())
+
+
+@pytest.mark.usefixtures("tiny_catalog")
+def test_compiled_forwards_are_a_choice_and_a_wrong_one_is_named(treegraft):
+    result = treegraft("demo", "--compile", "maybe")
+    assert result.code == 2
+    assert "--compile must be off, on or auto, found 'maybe'" in result.err
 
 
 def test_the_readme_prompt_runs(treegraft):

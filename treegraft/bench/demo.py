@@ -1,4 +1,4 @@
-"""The demo: the shipped models on the shipped prompts, four ways of decoding the same text."""
+"""The demo: the shipped models on the shipped prompts, five ways of decoding the same text."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ DEMO_SCHEDULERS: dict[str, dict[str, Any]] = {
     "mixed": {"kind": "fixed", "calls": ["small", "small", "ngram", "ngram"]},
 }
 """Who drafts in which layer, in the configurations that draft."""
+
+DEMO_LEARNED: dict[str, Any] = {
+    "drafters": [{"kind": "recycle", "k": 4}, {"kind": "lm", "model": "zoo:small"}],
+    "builder": {"kind": "layered", "depth": 4, "width": 2, "budget": 7},
+    "scheduler": {"kind": "value", "artefact": "zoo:scheduler"},
+}
+"""One more way where they are not: the scheduler that was fitted on other texts, greedy ones."""
 
 DEMO_DRAWN: dict[str, Any] = {
     "drafters": [
@@ -85,13 +92,18 @@ class Demo:
 
 
 def demo_configs(
-    temperature: float = 0.0, seed: int = 0, max_new_tokens: int = _MOST_TOKENS
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_new_tokens: int = _MOST_TOKENS,
+    compile_: str = "off",
 ) -> dict[str, PipelineConfig]:
     """The configurations, plain decoding first; they differ in the drafting alone.
 
-    Above temperature 0 there is one more, which draws its tree (``DEMO_DRAWN``).
+    The last one, which the demo's completion is streamed by, is ``learned`` (``DEMO_LEARNED``), or
+    above temperature 0 ``drawn`` (``DEMO_DRAWN``). ``compile_`` is ``backend.compile``.
     """
     rooms = {
+        "backend": {"compile": compile_},
         "sampling": {"temperature": temperature, "seed": seed},
         "stop": {"max_new_tokens": max_new_tokens},
     }
@@ -100,8 +112,8 @@ def demo_configs(
         name: parse_config(DEMO_SETTINGS | rooms | {"scheduler": scheduler})
         for name, scheduler in DEMO_SCHEDULERS.items()
     }
-    if temperature > 0.0:
-        drafting["drawn"] = parse_config(DEMO_SETTINGS | rooms | DEMO_DRAWN)
+    name, last = ("drawn", DEMO_DRAWN) if temperature > 0.0 else ("learned", DEMO_LEARNED)
+    drafting[name] = parse_config(DEMO_SETTINGS | rooms | last)
     return {PLAIN: plain, **drafting}
 
 
@@ -174,7 +186,7 @@ def run_demo(
         max_seconds=max_seconds,
         on_run=on_run,
     )
-    settings = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "prompts_offered": len(prompts),
         "max_seconds": max_seconds,
@@ -183,7 +195,7 @@ def run_demo(
         "mixed": pipelines["mixed"].config.model_dump(mode="json"),
         **{
             name: pipelines[name].config.model_dump(mode="json")
-            for name in ("drawn",)
+            for name in ("learned", "drawn")
             if name in pipelines
         },
     }

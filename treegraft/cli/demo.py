@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.options import Json
-from treegraft.cli.output import note, print_json, progress, stderr, stdout, working
+from treegraft.cli.options import Compile, Json
+from treegraft.cli.output import (
+    loading,
+    note,
+    print_json,
+    progress,
+    stderr,
+    stdout,
+    working,
+)
+from treegraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from treegraft.bench.demo import Demo
@@ -37,12 +46,13 @@ def demo(
     prompts_per_kind: Annotated[
         int, typer.Option("--prompts-per-kind", min=1, help="Prompts of each kind.")
     ] = 3,
+    compile_: Compile = "off",
     as_json: Json = False,
 ) -> None:
-    """Shipped models on shipped prompts, four ways (five if sampled).
+    """Shipped models on shipped prompts, five ways.
 
-    Plain decoding, and three schedules of the same two drafters, take turns on every prompt; above
-    temperature 0 also a chain of draws.
+    Plain decoding, three schedules of the same two drafters, and the scheduler that has learned
+    when to call whom (above temperature 0 a chain of draws) take turns on every prompt.
 
     Streams one completion, then prints speeds and whether all tokens were identical; exits 1 if
     one differs. Takes about a minute at most: when time runs out, fewer prompts are decoded.
@@ -51,11 +61,22 @@ def demo(
     from treegraft.bench.demo import choose_threads, demo_configs, demo_prompts, run_demo
 
     prompts = demo_prompts(prompts_per_kind)
-    with working("loading models"):
-        pipelines = build_pipelines(demo_configs(temperature, seed))
+    if compile_ not in ("off", "on", "auto"):
+        raise ConfigError(f"--compile must be off, on or auto, found {compile_!r}")
+    configs = demo_configs(temperature, seed, compile_=compile_)
+    if compile_ != "off":
+        # Programs hold for the threads that they are made with.
+        with working("choosing the number of threads"):
+            eager = build_pipelines({"plain": demo_configs(temperature, seed)["plain"]})
+            choose_threads(eager["plain"], prompts[0])
+    with loading("loading models") as on_compile:
+        pipelines = build_pipelines(configs, on_compile=on_compile)
+    if compile_ == "off":
         choose_threads(pipelines["plain"], prompts[0])
+    for line in pipelines["plain"].compiled:
+        note(line)
     if not as_json:
-        _stream(pipelines["mixed"], max_new_tokens or _STREAMED_TOKENS)
+        _stream([*pipelines.values()][-1], max_new_tokens or _STREAMED_TOKENS)
     with progress("ways of decoding", len(prompts)) as tick:
         result = run_demo(pipelines, prompts, max_new_tokens, on_run=tick)
     n = result.comparison.n_prompts
@@ -91,6 +112,10 @@ def _legend(result: Demo) -> list[str]:
     ]
     if "drawn" in result.comparison.arms:
         lines.append("drawn   the small model draws a chain of tokens at random")
+    if "learned" in result.comparison.arms:
+        lines.append(
+            "learned the small model and recycled tokens, called as was worth it on other texts"
+        )
     return lines
 
 
