@@ -12,7 +12,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -107,13 +107,15 @@ class HostCosts:
     Attributes
     ----------
     step : of every step. node : of each node that the target reads. drafted : of each node of the
-        working tree. visit : of a layer by the drafter that acts, riders included.
+        working tree. visit : of a layer by the drafter that acts, riders included. first : what its
+        first layer of a step takes more, as nothing of it is in the processor's caches.
     """
 
     step: float
     node: float
     drafted: float
     visit: dict[str, float]
+    first: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,6 +258,7 @@ def _row(n_tree: int, n_drafted: int, calls: Sequence[int], n_drafters: int) -> 
         float(n_tree),
         float(n_drafted),
         *(float(calls.count(i)) for i in range(n_drafters)),
+        *(float(i in calls) for i in range(n_drafters)),
     ]
 
 
@@ -302,8 +303,9 @@ def _host(steps: Sequence[_Step], names: Sequence[str]) -> HostCosts:
         spread = np.median(np.abs(off - np.median(off)))
         calm = off <= np.median(off) + 6 * max(float(spread), 1e-9)
         fit = _from_zero(table[calm], rest[calm])
-    visit = {name: float(fit[3 + i]) for i, name in enumerate(names)}
-    return HostCosts(float(fit[0]), float(fit[1]), float(fit[2]), visit)
+    visit = dict(zip(names, fit[3:].tolist(), strict=False))
+    first = dict(zip(names, fit[3 + len(names) :].tolist(), strict=True))
+    return HostCosts(float(fit[0]), float(fit[1]), float(fit[2]), visit, first)
 
 
 def _from_zero(table: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -324,7 +326,8 @@ def _check(costs: CostModel, steps: Sequence[_Step], names: Sequence[str]) -> di
     predicted: dict[str, float] = {}
     measured: dict[str, float] = {}
     host = costs.host
-    weights = np.array([host.step, host.node, host.drafted, *(host.visit[n] for n in names)])
+    by_drafter = [costs_of[name] for costs_of in (host.visit, host.first) for name in names]
+    weights = np.array([host.step, host.node, host.drafted, *by_drafter])
     for step in steps:
         seen: set[str] = set()
         for who, width, context, seconds in step.forwards:
