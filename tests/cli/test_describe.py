@@ -78,10 +78,11 @@ def test_components_list_every_option(treegraft):
     assert budget["default"] == 63
     assert budget["bounds"] == {"minimum": 0, "maximum": 1023}
     assert budget["description"]
+    assert budget["type"] == "integer or auto"
     assert data["roles"]["drafter"]["kinds"]["lm"]["options"]["model"]["required"] is True
     assert data["settings"]["backend"]["options"]["kind"]["type"] == "tensor | reference"
     printed = treegraft("components").out
-    assert "budget (integer, >= 0, <= 1023, default 63): " in printed
+    assert "budget (integer or auto, >= 0, <= 1023, default 63): " in printed
     assert "top_p (number, > 0.0, <= 1.0, default null): " in printed
 
 

@@ -131,7 +131,8 @@ def _described(config: type[BaseModel]) -> dict[str, Any]:
         if name == "kind" and "const" in field:
             continue
         # An optional field is a choice of null and the type that carries the bounds.
-        forms = [form for form in field.get("anyOf", [field]) if form.get("type") != "null"]
+        choice = field.get("anyOf") or field.get("oneOf") or [field]
+        forms = [form for form in choice if form.get("type") != "null"]
         options[name] = {
             "type": " or ".join(_type(form) for form in forms),
             "required": name in required,
@@ -149,7 +150,9 @@ def _type(form: dict[str, Any]) -> str:
         items = form.get("items", {})
         kinds = " or ".join(_type(item) for item in items.get("anyOf", [items]))
         return f"list of {kinds}" if kinds else "list"
-    return str(form.get("type", "value"))
+    if "$ref" in form:
+        return "mapping"
+    return str(form.get("const", form.get("type", "value")))
 
 
 def _option_lines(options: dict[str, Any]) -> list[str]:
