@@ -134,7 +134,7 @@ def test_options_override_a_config_file(zoo, treegraft, write):
     assert len(treegraft(*ask).json["results"][0]["tokens"]) == 9
     config = treegraft(*ask, "-n", 3, "--budget", 5, "--drafter", "ngram").json["config"]
     assert config["stop"]["max_new_tokens"] == 3
-    assert config["builder"] == {"kind": "layered", "depth": 5, "width": 3, "budget": 5}
+    assert config["builder"].items() >= {"depth": 5, "width": 3, "budget": 5}.items()
     assert [drafter["kind"] for drafter in config["drafters"]] == ["ngram"]
     assert config["scheduler"] == {"kind": "never"}
 
