@@ -57,16 +57,16 @@ class Curve:
     ----------
     widths : nodes of the forward, rising. contexts : tokens of KV before it, rising.
     seconds : by context, then by width. scale : how much longer a forward takes in decoding than
-        in the measurement, where nothing else is in the caches. first : seconds that a drafter's
-        first forward of a step takes more than later ones, as the target's forward has just gone
-        through the caches.
+        in the measurement, where nothing else is in the caches. turn : seconds that
+        a drafter's forward takes more in a layer after one of another drafter or the target, as
+        that has gone through the caches.
     """
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     scale: float = 1.0
-    first: float = 0.0
+    turn: float = 0.0
 
     def at(self, width: ArrayLike, context: ArrayLike) -> Floats:
         """float64 [R]: seconds of forwards over ``width`` nodes [R] after ``context`` tokens [R].
@@ -107,15 +107,15 @@ class HostCosts:
     Attributes
     ----------
     step : of every step. node : of each node that the target reads. drafted : of each node of the
-        working tree. visit : of a layer by the drafter that acts, riders included. first : what its
-        first layer of a step takes more, as nothing of it is in the processor's caches.
+        working tree. visit : of a layer by the drafter that acts, riders included. turn : what that
+        takes more after a layer of another drafter, and in a step's first layer.
     """
 
     step: float
     node: float
     drafted: float
     visit: dict[str, float]
-    first: dict[str, float] = field(default_factory=dict)
+    turn: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class CostModel:
                 tuple(curve["contexts"]),
                 tuple(map(tuple, curve["seconds"])),
                 float(curve["scale"]),
-                float(curve.get("first", 0.0)),
+                float(curve.get("turn", 0.0)),
             )
             for name, curve in data["curves"].items()
         }

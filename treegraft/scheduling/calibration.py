@@ -38,7 +38,7 @@ __all__ = ["CostCalibration", "calibrate", "curve_models", "pipeline_environment
 
 CONTEXTS = (48, 256, 768)
 _FEWEST_LATER = 20
-"""Forwards of a drafter after its first of a step, from which on the two are told apart."""
+"""Forwards of a drafter after a layer of its own, from which on they are told from others."""
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -146,9 +146,16 @@ def _metered(
 
 @dataclass(slots=True)
 class _Step:
-    """A decoded step: forwards as (curve, width, context, seconds), and the rest."""
+    """A decoded step: forwards as (curve, width, context, seconds), and the rest.
+
+    Attributes
+    ----------
+    turns : of each forward, whether another drafter or the target acted before it; None where the
+        layers do not tell.
+    """
 
     forwards: list[tuple[str, int, int, float]]
+    turns: list[bool | None]
     rest: float
     row: list[float] = field(default_factory=list)
 
@@ -221,7 +228,8 @@ def _decode(
             # Drawing takes no time to speak of; a scheduler that decides is timed by itself.
             rest = seconds - sum(each for *_, each in forwards)
             row = _row(record.n_tree, sum(record.drafted), record.calls, len(config.drafters))
-            steps.append(_Step(forwards, rest, row))
+            turns = _turns([who for who, *_ in forwards], record.calls, pipeline.drafter_names)
+            steps.append(_Step(forwards, turns, rest, row))
         if on_part is not None:
             on_part(prompt)
     return steps
@@ -258,31 +266,48 @@ def _row(n_tree: int, n_drafted: int, calls: Sequence[int], n_drafters: int) -> 
         float(n_tree),
         float(n_drafted),
         *(float(calls.count(i)) for i in range(n_drafters)),
-        *(float(i in calls) for i in range(n_drafters)),
+        *(float(_is_turn(calls, i).count(True)) for i in range(n_drafters)),
     ]
 
 
+def _is_turn(calls: Sequence[int], index: int) -> list[bool]:
+    """Of each layer of a drafter, whether it is the first one or follows on another drafter's."""
+    return [
+        layer == 0 or calls[layer - 1] != index for layer, who in enumerate(calls) if who == index
+    ]
+
+
+def _turns(curves: Sequence[str], calls: Sequence[int], names: Sequence[str]) -> list[bool | None]:
+    """``_Step.turns`` of forwards by their curves, where a drafter's are as many as its layers."""
+    turns: list[bool | None] = [True if who == TARGET else None for who in curves]
+    for index, name in enumerate(names):
+        mine = [place for place, who in enumerate(curves) if who == DRAFTER + name]
+        layers = _is_turn(calls, index)
+        if len(mine) == len(layers):
+            for place, is_turn in zip(mine, layers, strict=True):
+                turns[place] = is_turn
+    return turns
+
+
 def _in_decoding(curve: Curve, name: str, steps: Sequence[_Step]) -> Curve:
-    """The curve with what forwards take in decoding: its scale, and what the first of a step adds.
+    """The curve with what forwards take in decoding: its scale, and what a turn adds.
 
     Forwards wider than the grid tell nothing. The fiftieth that took longest for what they are is
     left out: something else held them up.
     """
-    first: list[tuple[float, float]] = []
-    later: list[tuple[float, float]] = []
+    cold: list[tuple[float, float]] = []
+    warm: list[tuple[float, float]] = []
     for step in steps:
-        mine = [forward[1:] for forward in step.forwards if forward[0] == name]
-        for number, (width, context, seconds) in enumerate(mine):
-            if width <= curve.widths[-1]:
-                pair = (seconds, float(curve.at(width, context)))
-                (later if number else first).append(pair)
-    if name == TARGET or len(later) < _FEWEST_LATER:
-        return replace(curve, scale=_scale(first + later))
-    scale = _scale(later)
-    extra = sorted(seconds - scale * alone for seconds, alone in first)
+        for (who, width, context, seconds), turn in zip(step.forwards, step.turns, strict=True):
+            if who == name and width <= curve.widths[-1] and turn is not None:
+                (cold if turn else warm).append((seconds, float(curve.at(width, context))))
+    if name == TARGET or len(warm) < _FEWEST_LATER:
+        return replace(curve, scale=_scale(cold + warm))
+    scale = _scale(warm)
+    extra = sorted(seconds - scale * alone for seconds, alone in cold)
     calm = extra[: len(extra) - len(extra) // 50]
     more = sum(calm) / len(calm) if calm else 0.0
-    return replace(curve, scale=scale, first=max(more, 0.0))
+    return replace(curve, scale=scale, turn=max(more, 0.0))
 
 
 def _scale(pairs: Sequence[tuple[float, float]]) -> float:
@@ -304,8 +329,8 @@ def _host(steps: Sequence[_Step], names: Sequence[str]) -> HostCosts:
         calm = off <= np.median(off) + 6 * max(float(spread), 1e-9)
         fit = _from_zero(table[calm], rest[calm])
     visit = dict(zip(names, fit[3:].tolist(), strict=False))
-    first = dict(zip(names, fit[3 + len(names) :].tolist(), strict=True))
-    return HostCosts(float(fit[0]), float(fit[1]), float(fit[2]), visit, first)
+    turn = dict(zip(names, fit[3 + len(names) :].tolist(), strict=True))
+    return HostCosts(float(fit[0]), float(fit[1]), float(fit[2]), visit, turn)
 
 
 def _from_zero(table: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -326,14 +351,12 @@ def _check(costs: CostModel, steps: Sequence[_Step], names: Sequence[str]) -> di
     predicted: dict[str, float] = {}
     measured: dict[str, float] = {}
     host = costs.host
-    by_drafter = [costs_of[name] for costs_of in (host.visit, host.first) for name in names]
+    by_drafter = [costs_of[name] for costs_of in (host.visit, host.turn) for name in names]
     weights = np.array([host.step, host.node, host.drafted, *by_drafter])
     for step in steps:
-        seen: set[str] = set()
-        for who, width, context, seconds in step.forwards:
+        for (who, width, context, seconds), turn in zip(step.forwards, step.turns, strict=True):
             curve = costs.curves[who]
-            here = float(curve.at(width, context)) + (0.0 if who in seen else curve.first)
-            seen.add(who)
+            here = float(curve.at(width, context)) + (curve.turn if turn else 0.0)
             predicted[who] = predicted.get(who, 0.0) + here
             measured[who] = measured.get(who, 0.0) + seconds
         predicted["rest"] = predicted.get("rest", 0.0) + float(weights @ np.array(step.row))

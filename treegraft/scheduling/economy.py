@@ -47,13 +47,14 @@ def row_seconds(traces: Traces, costs: CostModel) -> NDArray[np.float64]:
         curve = costs.curves.get(DRAFTER + name)
         mine = action == i
         visit[mine] += costs.host.visit[name]
-        # What a drafter does first in a step finds cold caches.
-        visit[_first(mine, layer, parent)] += costs.host.first.get(name, 0.0)
+        # Whoever acted before has gone through the caches.
+        turn = mine & (action[np.maximum(parent, 0)] != i)
+        visit[turn] += costs.host.turn.get(name, 0.0)
         if curve is None:
             continue
         for column in range(a["widths"].shape[1]):
             visit[mine] += curve.at(a["widths"][mine, column], context[mine])
-        visit[_first(mine & (a["widths"].sum(1) > 0), layer, parent)] += curve.first
+        visit[turn & (a["widths"].sum(1) > 0)] += curve.turn
         ends = a["finish"][:, 0] == i
         late[ends] += curve.at(a["finish"][ends, 1], context[ends])
         unread = a["unread"][:, i].astype(np.float64)
@@ -68,17 +69,6 @@ def row_seconds(traces: Traces, costs: CostModel) -> NDArray[np.float64]:
     late += costs.curves[TARGET].at(a["n_tree"], context)
     late += host.step + host.node * a["n_tree"] + host.drafted * a["n_nodes"]
     return total + late
-
-
-def _first(
-    rows: NDArray[np.bool_], layer: NDArray[np.int8], parent: NDArray[np.int32]
-) -> NDArray[np.bool_]:
-    """Which of ``rows`` bool [R] have none of them among the rows that they continue."""
-    before = np.zeros_like(rows)
-    for number in range(2, int(layer.max(initial=0)) + 1):
-        here = np.flatnonzero(layer == number)
-        before[here] = before[parent[here]] | rows[parent[here]]
-    return rows & ~before
 
 
 def _check_models(traces: Traces, costs: CostModel) -> None:
