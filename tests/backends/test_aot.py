@@ -361,6 +361,19 @@ def test_where_no_library_can_be_made_on_says_so_and_auto_takes_the_next_compile
     assert not list(tmp_path.iterdir())
 
 
+def test_a_cache_folder_that_cannot_be_written_was_told_of_as_a_missing_compiler(
+    model: HFLanguageModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("not a folder")
+    monkeypatch.setattr(torch.export, "export", None)  # refused before anything is made
+    for folder in (taken, taken / "below"):
+        monkeypatch.setenv("TREEGRAFT_CACHE_DIR", str(folder))
+        with pytest.raises(ConfigError, match=r"cannot be kept in .*: set TREEGRAFT_CACHE_DIR"):
+            CompiledModel(model, AHEAD)
+    assert taken.read_text() == "not a folder"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "gpt2", "opt"])
 def test_other_families_are_compiled_with_their_masks(name: str, folder: Path) -> None:

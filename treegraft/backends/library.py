@@ -177,10 +177,17 @@ def kept(key: str | None, model: nn.Module, make: Callable[[str], Any]) -> tuple
     if path.exists():
         try:
             return Library(path, model), True
-        except Exception:  # torn or of another build: whatever it was, it is replaced
-            path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="making-", dir=folder) as making:
+        except Exception:  # torn or of another build: whatever it was, it is replaced below
+            pass
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix="making-", dir=folder)
+    except OSError as error:
+        raise OSError(
+            f"libraries cannot be kept in {str(folder)!r} ({error.strerror}): set "
+            "TREEGRAFT_CACHE_DIR to a folder that can be written"
+        ) from error
+    with scratch as making:
         made = Path(making) / path.name
         library = _made(made, model, make)
         made.replace(path)  # whole or not at all
