@@ -39,7 +39,8 @@ def dice(seed: int = 0) -> torch.Generator:
 
 
 def tiny(seed: int = 0) -> HFLanguageModel:
-    model = build("llama", seed=seed, dtype=torch.float64, num_hidden_layers=1)
+    # Its norms of queries and keys have weights of eight numbers.
+    model = build("qwen3", seed=seed, dtype=torch.float64, num_hidden_layers=1)
     return HFLanguageModel(model, name="tiny")
 
 
@@ -85,7 +86,7 @@ def test_a_pipeline_gives_the_same_tokens_also_where_caches_grow_and_end(
         "stop": {"eos": []},
         "backend": {"dtype": "float64"},
     }
-    near = HFLanguageModel(near_copy("llama", dtype=torch.float64, num_hidden_layers=1))
+    near = HFLanguageModel(near_copy("qwen3", dtype=torch.float64, num_hidden_layers=1))
     ahead = build_pipeline(parse_config(config), models={"target": compiled, "near": near})
     plain = build_pipeline(parse_config(config), models={"target": model, "near": near})
     for length, n_new in ((3, 40), (90, 24), (7, 150)):
@@ -166,6 +167,44 @@ def test_weights_that_change_in_place_or_move_are_read_anew(
         weight.data = held
 
 
+def test_weights_of_up_to_eight_numbers_were_written_into_the_code(
+    model: HFLanguageModel, compiled: CompiledModel
+) -> None:
+    weight = model.model.model.layers[0].self_attn.q_norm.weight
+    assert weight.numel() == 8
+    held = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.copy_(torch.linspace(-1, 2, 8))
+        found, _ = tree_and_path_logits(compiled, 5, FORK, dice())
+        expected, _ = tree_and_path_logits(model, 5, FORK, dice())
+        assert torch.allclose(found, expected, rtol=0, atol=NEAR)
+    finally:
+        with torch.no_grad():
+            weight.copy_(held)
+
+
+def test_a_second_text_in_the_kept_cache_was_read_with_weights_that_had_moved_away(
+    model: HFLanguageModel, compiled: CompiledModel
+) -> None:
+    config = parse_config({"target": {"model": "target"}, "drafters": [], "stop": {"eos": []}})
+    ahead = build_pipeline(config, models={"target": compiled})
+    plain = build_pipeline(config, models={"target": model})
+    weights = list(model.model.parameters())
+    held = [weight.data for weight in weights]
+    first = ahead.generate(prompt_of(6), max_new_tokens=12).tokens
+    try:
+        for weight in weights:
+            weight.data = -0.7 * weight.data
+        found = ahead.generate(prompt_of(6), max_new_tokens=12)
+        assert found.tokens == plain.generate(prompt_of(6), max_new_tokens=12).tokens
+        assert found.tokens != first
+        assert found.forwards["target"].outside == 0
+    finally:
+        for weight, data in zip(weights, held, strict=True):
+            weight.data = data
+
+
 # The key names all that decides the code.
 
 
@@ -187,6 +226,9 @@ def test_the_key_differs_by_what_decides_the_code_and_not_by_weights(
         key(build("llama", num_hidden_layers=1), "another form"),
         key(other),
     ]
+    scaled = build("llama", num_hidden_layers=1)
+    scaled.model.layers[0].self_attn.scaling *= 2
+    keys.append(key(scaled))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
@@ -195,6 +237,33 @@ def test_the_key_differs_by_what_decides_the_code_and_not_by_weights(
         torch.set_num_threads(threads)
     assert None not in keys
     assert len(set(keys)) == len(keys)
+
+
+def test_a_model_with_another_window_or_other_angles_took_the_library_of_the_first() -> None:
+    def key(family: str, **options: Any) -> str | None:
+        model = HFLanguageModel(build(family, num_hidden_layers=1, **options))
+        form = aot._Form(1, (0, 1), one=False, last_only=False, windowed=False)
+        return library_key(aot._Forward(model, form), form)
+
+    def eager() -> str | None:
+        model = build("llama", num_hidden_layers=1)
+        model.set_attn_implementation("eager")
+        form = aot._Form(1, (0, 1), one=False, last_only=False, windowed=False)
+        return library_key(aot._Forward(HFLanguageModel(model), form), form)
+
+    angles = {"rope_type": "default", "rope_theta": 500.0}
+    keys = [
+        # No window of these ends within what the warm-up reads.
+        key("mistral", sliding_window=1024),
+        key("mistral", sliding_window=2048),
+        key("llama"),
+        key("llama", rope_parameters=angles),
+        key("llama", hidden_act="gelu"),
+        eager(),
+    ]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert key("mistral", sliding_window=1024) == keys[0]
 
 
 _PRINT_KEY = """
@@ -290,6 +359,19 @@ def test_where_no_library_can_be_made_on_says_so_and_auto_takes_the_next_compile
         CompiledModel(model, AHEAD)
     assert "\n" not in str(fault.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_folder_that_cannot_be_written_was_told_of_as_a_missing_compiler(
+    model: HFLanguageModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("not a folder")
+    monkeypatch.setattr(torch.export, "export", None)  # refused before anything is made
+    for folder in (taken, taken / "below"):
+        monkeypatch.setenv("TREEGRAFT_CACHE_DIR", str(folder))
+        with pytest.raises(ConfigError, match=r"cannot be kept in .*: set TREEGRAFT_CACHE_DIR"):
+            CompiledModel(model, AHEAD)
+    assert taken.read_text() == "not a folder"
 
 
 @pytest.mark.slow

@@ -122,7 +122,11 @@ class AotProgram(Program):
                 torch._inductor.aoti_compile_and_package(
                     exported,
                     package_path=path,
-                    inductor_configs={"aot_inductor.package_constants_in_so": False},
+                    inductor_configs={
+                        "aot_inductor.package_constants_in_so": False,
+                        # Weights of up to eight numbers would else be written into the code.
+                        "always_keep_tensor_constants": True,
+                    },
                 )
 
         return kept(library_key(forward, form), forward, make)[0]

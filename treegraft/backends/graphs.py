@@ -170,8 +170,6 @@ class CompiledModel(LanguageModel):
         Without, a few: no span is then the whole slab, whose strides no program fits, and the end
         of a text is read like the rest of it.
         """
-        if self._program is not None:
-            self._program.renew()
         if not self.padded:
             return self._inner.new_cache(n_rows, old, n_spare=_SPARE)
         n_rows = -(-n_rows // ROWS_STEP) * ROWS_STEP
@@ -255,6 +253,8 @@ class CompiledModel(LanguageModel):
         try:
             if self._settings(program) != self._made_with:
                 raise NoProgramError
+            if rows[0] == 0:  # a text begins, maybe in the cache of the last one
+                program.renew()
             logits = program(cache, tokens, rows, positions, visible, last_only)
         except NoProgramError:
             self._counts.outside += 1

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 __all__ = ["Library", "cache_folder", "kept", "library_key"]
 
-_FORMAT = 1
+_FORMAT = 2
+_OWN = ("treegraft.backends.hf", "treegraft.backends.kv", "treegraft.backends.masks")
+"""Code of ours that is compiled with the model's."""
 
 
 def cache_folder() -> Path:
@@ -38,23 +40,26 @@ def cache_folder() -> Path:
 def library_key(model: nn.Module, form: Any) -> str | None:
     """Name of the library of a model and a form of forward; None if it must not be kept.
 
-    In it goes all that decides the code: the modules with their sources, names, shapes and strides
-    of the weights, the configuration, the form, number of threads, processor and versions. Modules
-    with hooks or with a forward of their own do what no name says.
+    In it goes all that decides the code: the modules with their sources and numbers, names, shapes
+    and strides of the weights, every configuration among them, the form, number of threads,
+    processor and versions. Modules with hooks or with a forward of their own do what no name says.
     """
     sources: dict[str, str] = {}
     modules = []
+    configs: dict[int, Any] = {}  # by identity, as most modules share one
     for name, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks)
         if any(hooks) or "forward" in vars(module):
             return None
         kind = type(module)
-        modules.append((name, kind.__module__, kind.__qualname__, module.extra_repr()))
-        if kind.__module__ not in sources:
-            sources[kind.__module__] = _source_hash(kind)
-    config = getattr(model, "config", None)
-    settings = dict(config.to_dict()) if config is not None else {}
-    settings.pop("_name_or_path", None)
+        numbers = sorted(_numbers(module).items())
+        modules.append((name, kind.__module__, kind.__qualname__, module.extra_repr(), numbers))
+        for each in (kind.__module__, *_OWN):
+            if each not in sources:
+                sources[each] = _source_hash(each)
+        config = getattr(module, "config", None)
+        if hasattr(config, "to_dict"):
+            configs.setdefault(id(config), config)
     told = {
         "format": _FORMAT,
         "versions": (torch.__version__, version("transformers"), sys.version_info[:2]),
@@ -62,8 +67,7 @@ def library_key(model: nn.Module, form: Any) -> str | None:
         "threads": torch.get_num_threads(),
         "modules": modules,
         "sources": sources,
-        "config": settings,
-        "attention": getattr(config, "_attn_implementation", None),
+        "configs": [_settings(config) for config in configs.values()],
         "state": [(name, *map(str, _layout(tensor))) for name, tensor in state_of(model).items()],
         "form": repr(form),
     }
@@ -76,9 +80,27 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return state | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _source_hash(kind: type) -> str:
+def _settings(config: Any) -> dict[str, Any]:
+    """What a configuration says but for the model's name."""
+    # Which kernels were chosen is not in to_dict.
+    kernels = {name: value for name, value in vars(config).items() if "_implementation" in name}
+    settings = {**config.to_dict(), **kernels}
+    settings.pop("_name_or_path", None)
+    return settings
+
+
+def _numbers(module: nn.Module) -> dict[str, float]:
+    """A module's own numbers (a scale, a window), which the code holds as constants."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and name != "training" and not name.startswith("_")
+    }
+
+
+def _source_hash(module: str) -> str:
     try:
-        return hashlib.sha256(inspect.getsource(sys.modules[kind.__module__]).encode()).hexdigest()
+        return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()
     except (OSError, TypeError, KeyError):
         return "unknown"
 
@@ -155,10 +177,17 @@ def kept(key: str | None, model: nn.Module, make: Callable[[str], Any]) -> tuple
     if path.exists():
         try:
             return Library(path, model), True
-        except Exception:  # torn or of another build: whatever it was, it is replaced
-            path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="making-", dir=folder) as making:
+        except Exception:  # torn or of another build: whatever it was, it is replaced below
+            pass
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix="making-", dir=folder)
+    except OSError as error:
+        raise OSError(
+            f"libraries cannot be kept in {str(folder)!r} ({error.strerror}): set "
+            "TREEGRAFT_CACHE_DIR to a folder that can be written"
+        ) from error
+    with scratch as making:
         made = Path(making) / path.name
         library = _made(made, model, make)
         made.replace(path)  # whole or not at all
