@@ -15,8 +15,8 @@ _FOLDER = Path(__file__).parent / "shipped"
 _DRAFTING = ("drafters", "ride_along", "builder", "graft", "scheduler", "verifier")
 
 
-# What comes nearest to the learned schedule and knows nothing of the models.
-_SCHEDULE = ("small", "small", "recycle", "recycle")
+# The best fixed schedule on this tree, on 21 shipped prompts that no table of ours reports.
+_SCHEDULE = ("small", "small", "small", "recycle")
 
 
 def shipped_config(temperature: float = 0.0, other_models: bool = False) -> PipelineConfig:
