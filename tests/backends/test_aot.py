@@ -185,9 +185,11 @@ def test_weights_of_up_to_eight_numbers_were_written_into_the_code(
 
 
 def test_a_second_text_in_the_kept_cache_was_read_with_weights_that_had_moved_away(
-    model: HFLanguageModel, compiled: CompiledModel
+    model: HFLanguageModel, compiled: CompiledModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse_config({"target": {"model": "target"}, "drafters": [], "stop": {"eos": []}})
+    # As where auto found the prompt's program slower: a text's first forward is eager then.
+    monkeypatch.setitem(compiled._compiled, "prompt", False)
     ahead = build_pipeline(config, models={"target": compiled})
     plain = build_pipeline(config, models={"target": model})
     weights = list(model.model.parameters())
@@ -203,6 +205,23 @@ def test_a_second_text_in_the_kept_cache_was_read_with_weights_that_had_moved_aw
     finally:
         for weight, data in zip(weights, held, strict=True):
             weight.data = data
+
+
+def test_a_module_put_in_the_place_of_another_ended_the_next_text_with_a_traceback(
+    model: HFLanguageModel, compiled: CompiledModel
+) -> None:
+    held, before = model.model.lm_head, compiled.forward_counts.outside
+    try:
+        model.model.lm_head = torch.nn.Sequential(held)  # its weight has another name now
+        found, _ = tree_and_path_logits(compiled, 5, FORK, dice())
+        expected, _ = tree_and_path_logits(model, 5, FORK, dice())
+        assert torch.allclose(found, expected, rtol=0, atol=NEAR)
+        assert compiled.forward_counts.outside > before
+    finally:
+        model.model.lm_head = held
+    before = compiled.forward_counts.outside
+    tree_and_path_logits(compiled, 5, FORK, dice())
+    assert compiled.forward_counts.outside == before
 
 
 # The key names all that decides the code.

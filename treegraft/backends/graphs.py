@@ -189,6 +189,7 @@ class CompiledModel(LanguageModel):
         last_only: bool = False,
     ) -> Tensor:
         """Read ``n`` tokens and return their next-token logits: see LanguageModel.forward."""
+        self._begin(rows)
         n = tokens.shape[0]
         last_only = last_only and n > 1
         given = (tokens, rows, positions, visible)
@@ -216,6 +217,7 @@ class CompiledModel(LanguageModel):
         self, cache: KVSlab, tokens: Tensor, rows: Tensor, positions: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Read ``n`` tokens; logits and hidden states: see LanguageModel.forward_hidden."""
+        self._begin(rows)
         self._counts.outside += 1
         return self._inner.forward_hidden(cache, tokens, rows, positions, visible)
 
@@ -253,14 +255,17 @@ class CompiledModel(LanguageModel):
         try:
             if self._settings(program) != self._made_with:
                 raise NoProgramError
-            if rows[0] == 0:  # a text begins, maybe in the cache of the last one
-                program.renew()
             logits = program(cache, tokens, rows, positions, visible, last_only)
         except NoProgramError:
             self._counts.outside += 1
             return self._inner.forward(cache, tokens, rows, positions, visible, last_only)
         self._counts.compiled += 1
         return logits
+
+    def _begin(self, rows: Tensor) -> None:
+        """See weights that moved where a text begins, be it in the cache of the last one."""
+        if self._program is not None and rows[0] == 0:
+            self._program.renew()
 
     def _fitting(self, n: int, last_only: bool) -> Program | None:
         """The program, if it was chosen for forwards of this kind."""

@@ -138,8 +138,11 @@ class Library:
         self._held: dict[str, Tensor] = {}
         self._addresses: list[int] = []
         state = state_of(model)
-        self._layout = [_layout(state[name]) for name in self._names if name in state]
         self.fits = True
+        lacking = [name for name in self._names if name not in state]
+        if lacking:
+            raise RuntimeError(f"the model has no {lacking[0]!r}")
+        self._layout = [_layout(state[name]) for name in self._names]
         self.bind()
         self.run: Callable[[list[Tensor]], list[Tensor]] = self._package.loader.boxed_run
         """The outputs for a list of inputs, which it empties. What the package's own call does
@@ -148,9 +151,9 @@ class Library:
     def bind(self) -> None:
         """Run on the weights as they lie in memory now."""
         state = state_of(self._model)
-        lacking = [name for name in self._names if name not in state]
-        if lacking:
-            raise RuntimeError(f"the model has no {lacking[0]!r}")
+        if any(name not in state for name in self._names):
+            self.fits = False  # modules were put in the place of others
+            return
         held = {name: state[name].detach() for name in self._names}
         self.fits = [_layout(tensor) for tensor in held.values()] == self._layout
         addresses = [tensor.data_ptr() for tensor in held.values()]
@@ -181,14 +184,14 @@ def kept(key: str | None, model: nn.Module, make: Callable[[str], Any]) -> tuple
             pass
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix="making-", dir=folder)
+        making = tempfile.TemporaryDirectory(prefix="making-", dir=folder)
     except OSError as error:
         raise OSError(
             f"libraries cannot be kept in {str(folder)!r} ({error.strerror}): set "
             "TREEGRAFT_CACHE_DIR to a folder that can be written"
         ) from error
-    with scratch as making:
-        made = Path(making) / path.name
+    with making as inner:
+        made = Path(inner) / path.name
         library = _made(made, model, make)
         made.replace(path)  # whole or not at all
     return library, False
