@@ -189,7 +189,7 @@ class CompiledModel(LanguageModel):
         last_only: bool = False,
     ) -> Tensor:
         """Read ``n`` tokens and return their next-token logits: see LanguageModel.forward."""
-        self._begin(rows)
+        self._begin(visible)
         n = tokens.shape[0]
         last_only = last_only and n > 1
         given = (tokens, rows, positions, visible)
@@ -217,7 +217,7 @@ class CompiledModel(LanguageModel):
         self, cache: KVSlab, tokens: Tensor, rows: Tensor, positions: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Read ``n`` tokens; logits and hidden states: see LanguageModel.forward_hidden."""
-        self._begin(rows)
+        self._begin(visible)
         self._counts.outside += 1
         return self._inner.forward_hidden(cache, tokens, rows, positions, visible)
 
@@ -262,9 +262,10 @@ class CompiledModel(LanguageModel):
         self._counts.compiled += 1
         return logits
 
-    def _begin(self, rows: Tensor) -> None:
+    def _begin(self, visible: Tensor) -> None:
         """See weights that moved where a text begins, be it in the cache of the last one."""
-        if self._program is not None and rows[0] == 0:
+        # Nothing stands before the rows that are written. To look at these takes longer.
+        if self._program is not None and visible.shape[0] == visible.shape[1]:
             self._program.renew()
 
     def _fitting(self, n: int, last_only: bool) -> Program | None:
