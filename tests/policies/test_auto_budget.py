@@ -24,7 +24,7 @@ from treegraft.core.tree import Proposals
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.policies.budget import AutoBudgetBuilder, expected_tokens, first_peak
 from treegraft.policies.builders import LayeredBuilder, LayeredConfig
-from treegraft.scheduling.collect import check_collectable
+from treegraft.scheduling.collectable import check_collectable
 
 V = 8
 TARGET = hashed_model(V, seed=1, order=6)

@@ -14,7 +14,8 @@ from treegraft.core.roles import DraftState, Scheduler
 from treegraft.pipeline import build_pipeline
 from treegraft.policies.features import StateFeatures, TextFeatures
 from treegraft.policies.value import ValueConfig, ValueNetwork, ValueScheduler
-from treegraft.scheduling.collect import Collector, check_collectable, schedules
+from treegraft.scheduling.collect import Collector, schedules
+from treegraft.scheduling.collectable import check_collectable
 from treegraft.scheduling.value import Problem
 
 PROMPT = [1, 2, 3, 1, 2, 3, 4, 1, 2, 3]

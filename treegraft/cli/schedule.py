@@ -105,7 +105,7 @@ def calibrate(
     from treegraft.pipeline import build_pipeline
     from treegraft.prompts import read_prompts
     from treegraft.scheduling import calibration
-    from treegraft.scheduling.collect import check_collectable
+    from treegraft.scheduling.collectable import check_collectable
 
     loaded = load_config(config)
     check_collectable(loaded)

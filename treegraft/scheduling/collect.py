@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treegraft.config import PipelineConfig
 from treegraft.core.errors import ConfigError
 from treegraft.core.language_model import extend
 from treegraft.core.roles import (
@@ -40,17 +39,16 @@ from treegraft.core.sampling import DRAWS, History
 from treegraft.core.tree import ROOT, TokenTree
 from treegraft.drafting import Drafting
 from treegraft.pipeline import Pipeline
-from treegraft.policies.drafters.head import HeadConfig
 from treegraft.policies.drafters.lm import LmConfig
-from treegraft.policies.drafters.suffix import SuffixConfig
 from treegraft.policies.features import StateFeatures, TextFeatures
+from treegraft.scheduling.collectable import check_collectable
+from treegraft.scheduling.rows import Outcome, TraceRows
 from treegraft.scheduling.shadow import Reading, ShadowDrafter
 
 __all__ = [
     "MOST_SCHEDULES",
     "Collector",
     "PromptTrace",
-    "check_collectable",
     "prompt_key",
     "text_seed",
 ]
@@ -68,45 +66,6 @@ def prompt_key(tokens: Sequence[int]) -> str:
 def text_seed(seed: int, key: str) -> int:
     """The seed of one text's noise, from a run's ``seed`` and the text's ``prompt_key``."""
     return int(hashlib.sha256(f"{seed} {key}".encode()).hexdigest()[:12], 16)
-
-
-def check_collectable(config: PipelineConfig) -> None:
-    """ConfigError where the accepted length of a tree cannot be read off a recorded text."""
-    if not config.drafters:
-        raise ConfigError("schedules need drafters, found none: add some to the config")
-    if config.verifier.kind != "walk":
-        raise ConfigError(
-            "schedules are evaluated offline under verifier.kind 'walk', under which the text does "
-            f"not depend on the draft, found {config.verifier.kind!r}"
-        )
-    if config.leftover:
-        raise ConfigError(
-            "leftover must be false to evaluate schedules offline, found true: a step's tree would "
-            "depend on the schedule of the step before"
-        )
-    calibration = getattr(config, "calibration", None)
-    if calibration is not None and calibration.kind != "none":
-        raise ConfigError(
-            "calibration.kind must be 'none' to evaluate schedules offline, found "
-            f"{calibration.kind!r}: scores would depend on the schedules of earlier steps"
-        )
-    for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
-        if isinstance(drafter, SuffixConfig) and drafter.store_tokens:
-            raise ConfigError(
-                "drafters must not keep earlier texts (store_tokens: 0) to evaluate schedules "
-                f"offline, found {drafter.store_tokens} of {name!r}: it would have seen the text"
-            )
-        if isinstance(drafter, HeadConfig):
-            raise ConfigError(
-                "drafters must not ask for the target's hidden states to evaluate schedules "
-                f"offline, found {name!r}: traces do not keep them"
-            )
-        draws = isinstance(drafter, LmConfig) and drafter.children != "topk"
-        if draws and config.sampling.temperature > 0.0:
-            raise ConfigError(
-                "drafters must take the likeliest children (children: topk) to evaluate schedules "
-                f"offline at a temperature, found {name!r}, which draws"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +109,6 @@ class _Fork:
     def fork(self) -> _Fork:
         readings = {i: reading.fork() for i, reading in self.readings.items()}
         return replace(self, tree=copy.deepcopy(self.tree), readings=readings)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What stopping here brings: tokens, nodes that the target reads, forwards of the graft's end.
-
-    ``unread`` : of the accepted nodes, how many each drafter that acted has not read.
-    """
-
-    n_new: int
-    n_tree: int
-    finish: tuple[int, int]
-    unread: tuple[int, ...]
 
 
 @final
@@ -226,7 +172,7 @@ class Collector:
         text = [*tokens, *new]
         with torch.no_grad():
             top = self._read(text)
-            rows = _Rows(len(self._parts.drafters), len(self._features.names))
+            rows = TraceRows(len(self._parts.drafters), len(self._features.names))
             if len(new) > 1:
                 self._follow(text, len(tokens), top, rows)
         arrays = rows.arrays()
@@ -255,7 +201,7 @@ class Collector:
             torch.cat([t.logprobs for t in tops]),
         )
 
-    def _follow(self, text: list[int], n_prompt: int, top: TargetTop, rows: _Rows) -> None:
+    def _follow(self, text: list[int], n_prompt: int, top: TargetTop, rows: TraceRows) -> None:
         """Go through the steps of a text, evaluating every so many of them."""
         parts, sampling = self._parts, self._pipeline.config.sampling
         wanted = [d.target_top for d in parts.drafters if d.target_top is not None]
@@ -336,7 +282,7 @@ class _StepSearch:
             self._act(fork, index)
         return self._outcome(fork).n_new
 
-    def search(self, rows: _Rows, calls: Sequence[int]) -> int:
+    def search(self, rows: TraceRows, calls: Sequence[int]) -> int:
         """Enter the rows of all schedules, or of a beam; tokens that ``calls`` commits."""
         n, depth = len(self._collector._parts.drafters), self._collector._parts.builder.depth
         rows.begin(len(self._committed), len(self._continuation), self._n_prompt)
@@ -418,7 +364,7 @@ class _StepSearch:
         fork.reached = (*fork.reached, reached)
         fork.ended = not fork.frontier.shape[0] or n_calls == parts.builder.depth
 
-    def _outcome(self, fork: _Fork) -> _Outcome:
+    def _outcome(self, fork: _Fork) -> Outcome:
         """Prune as if drafting stopped here, and walk along the recorded continuation."""
         collector = self._collector
         parts, tree = collector._parts, fork.tree
@@ -449,7 +395,7 @@ class _StepSearch:
             known = [node < read.shape[0] and bool(read[node]) for node in nodes]
             n_known = known.index(False) if False in known else len(known)
             unread.append(len(path) - n_known)
-        return _Outcome(n_new, len(pruned), finish, tuple(unread))
+        return Outcome(n_new, len(pruned), finish, tuple(unread))
 
 
 def _walk(tree: TokenTree, continuation: Sequence[int]) -> list[int]:
@@ -477,73 +423,6 @@ def _part(top: TargetTop, first: int, last: int, k: int | None) -> TargetTop | N
         return None
     rows = slice(first, last)
     return TargetTop(top.chosen[rows], top.tokens[rows, :k], top.logprobs[rows, :k])
-
-
-@final
-class _Rows:
-    """Rows of a text as they are made."""
-
-    def __init__(self, n_drafters: int, n_features: int) -> None:
-        self._n_drafters, self._n_features = n_drafters, n_features
-        self._steps: list[tuple[int, int]] = []
-        self._rows: list[tuple[int, ...]] = []
-        self._unread: list[tuple[int, ...]] = []
-        self._features: list[tuple[int, NDArray[np.float32]]] = []
-
-    def begin(self, position: int, n_left: int, n_prompt: int) -> None:
-        self._steps.append((position, n_left))
-
-    def add(
-        self,
-        parent: int,
-        action: int,
-        layer: int,
-        n_nodes: int,
-        outcome: _Outcome,
-        widths: Sequence[int],
-    ) -> int:
-        first, second = (*widths, 0, 0)[:2]
-        self._rows.append(
-            (
-                len(self._steps) - 1,
-                parent,
-                action,
-                layer,
-                outcome.n_new,
-                outcome.n_tree,
-                n_nodes,
-                first,
-                second + sum(widths[2:]),
-                *outcome.finish,
-            )
-        )
-        self._unread.append(outcome.unread)
-        return len(self._rows) - 1
-
-    def describe(self, row: int, features: NDArray[np.float32]) -> None:
-        self._features.append((row, features))
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        steps = np.array(self._steps, dtype=np.int32).reshape(-1, 2)
-        rows = np.array(self._rows, dtype=np.int32).reshape(-1, 11)
-        held = {row: features for row, features in self._features}
-        features = [held[row] for row in sorted(held)]
-        return {
-            "position": steps[:, 0].copy(),
-            "n_left": steps[:, 1].copy(),
-            "step": rows[:, 0].copy(),
-            "parent": rows[:, 1].copy(),
-            "action": rows[:, 2].astype(np.int8),
-            "layer": rows[:, 3].astype(np.int8),
-            "n_new": rows[:, 4].astype(np.int16),
-            "n_tree": rows[:, 5].astype(np.int16),
-            "n_nodes": rows[:, 6].astype(np.int16),
-            "widths": rows[:, 7:9].astype(np.int16),
-            "finish": rows[:, 9:11].astype(np.int16),
-            "unread": np.array(self._unread, dtype=np.int8).reshape(-1, self._n_drafters),
-            "described": np.array(sorted(held), dtype=np.int32),
-            "features": np.array(features, dtype=np.float32).reshape(-1, self._n_features),
-        }
 
 
 def schedules(n_drafters: int, depth: int) -> Iterator[tuple[int, ...]]:

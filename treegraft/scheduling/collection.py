@@ -14,7 +14,8 @@ from treegraft.config import PipelineConfig, parse_config
 from treegraft.core.errors import ConfigError, PromptError, ScheduleError
 from treegraft.pipeline import Pipeline, build_pipeline
 from treegraft.prompts import Prompt
-from treegraft.scheduling.collect import Collector, PromptTrace, check_collectable, prompt_key
+from treegraft.scheduling.collect import Collector, PromptTrace, prompt_key
+from treegraft.scheduling.collectable import check_collectable
 from treegraft.scheduling.traces import TraceFolder, trace_header
 
 __all__ = ["Collection", "CollectionReport"]

@@ -24,7 +24,8 @@ from treegraft.pipeline import Pipeline
 from treegraft.policies.value import ValueNetwork
 from treegraft.prompts import Prompt
 from treegraft.scheduling.ceiling import BoostedPolicy, boost
-from treegraft.scheduling.collect import Collector, check_collectable, prompt_key
+from treegraft.scheduling.collect import Collector, prompt_key
+from treegraft.scheduling.collectable import check_collectable
 from treegraft.scheduling.economy import problem_of
 from treegraft.scheduling.fit import policy_actions
 from treegraft.scheduling.traces import Traces, trace_header
