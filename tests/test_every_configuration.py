@@ -390,7 +390,9 @@ def check_half_way(case: Case, data: st.DataObject) -> None:
         if data.draw(st.sampled_from([False, False, False, True])):
             stream = made.stream(case.prompt)
             for _ in range(data.draw(st.integers(1, len(fresh.steps)))):
-                next(stream)
+                # Parts that go by measured time may take fewer steps than before.
+                if next(stream, None) is None:
+                    assert case.remembers
             stream.close()  # type: ignore[attr-defined]
             event("it was closed")
         else:
