@@ -19,7 +19,8 @@ from time import perf_counter, thread_time
 import numpy as np
 import torch
 
-from treegraft.backends.datastore import Datastore, DatastoreWriter, open_datastore
+from treegraft.backends.datastore import Datastore, open_datastore
+from treegraft.backends.datastore_writer import DatastoreWriter
 from treegraft.backends.tensor_tree import TensorTree
 from treegraft.core.roles import Context
 from treegraft.policies.drafters.datastore import DatastoreConfig, DatastoreDrafter

@@ -29,7 +29,7 @@ from torch import Tensor
 from toy_tokenizers import PieceTokenizer
 
 from treegraft import parse_config
-from treegraft.backends.datastore import DatastoreWriter
+from treegraft.backends.datastore_writer import DatastoreWriter
 from treegraft.backends.reference import plain_tokens
 from treegraft.core.draft_head import DraftHead
 from treegraft.core.language_model import LanguageModel

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table_models import TableModel, hashed_model, mixed_model
 
-from treegraft.backends.datastore import DatastoreWriter
+from treegraft.backends.datastore_writer import DatastoreWriter
 from treegraft.backends.reference import plain_tokens
 from treegraft.backends.vocabulary import fingerprint
 from treegraft.bench.comparison import build_pipelines

@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from treegraft.backends.datastore import DatastoreHeader, DatastoreWriter, SourceFile
+from treegraft.backends.datastore import DatastoreHeader, SourceFile
+from treegraft.backends.datastore_writer import DatastoreWriter
 from treegraft.backends.vocabulary import fingerprint
 from treegraft.core.errors import DatastoreError, PromptError
 from treegraft.prompts import check_text, parse_json

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from listed_corpus import ListedCorpus
 
-from treegraft.backends import datastore as module
+from treegraft.backends import datastore_writer as module
 from treegraft.backends.datastore import (
     Datastore,
-    DatastoreWriter,
     SourceFile,
     check_tokenizer,
     open_datastore,
 )
+from treegraft.backends.datastore_writer import DatastoreWriter
 from treegraft.backends.vocabulary import fingerprint
 from treegraft.core.errors import DatastoreError, UnsupportedModelError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from treegraft.backends import datastore as format_
+from treegraft.backends import datastore_writer as format_
 
 
 @pytest.fixture
