@@ -60,19 +60,10 @@ class AotProgram(Program):
             self._libraries[kind] = self._made(kind, cache.slots, given)
         return self(cache, tokens, rows, positions, visible, last_only)
 
-    def __call__(
-        self,
-        cache: KVSlab,
-        tokens: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        last_only: bool = False,
-    ) -> Tensor:
+    def __call__(self, *given: Any, **options: Any) -> Tensor:
         """Logits [n, V]: see Program."""
-        library = self._fitting(tokens, visible, last_only)
-        cache.note_(rows, positions, visible.shape[1])
-        return library.run(_flat(cache, tokens, rows, positions, visible))[0]
+        logits: Tensor = self.ready(*given, **options)()[0]
+        return logits
 
     def ready(
         self,
