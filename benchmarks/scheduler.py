@@ -20,14 +20,14 @@ from treegraft.core.roles import DraftState, Scheduler
 from treegraft.core.stats import StepRecord
 from treegraft.pipeline import build_pipeline
 from treegraft.policies.features import StateFeatures, TextFeatures
-from treegraft.policies.value import ValueNetwork
+from treegraft.policies.value import Decider, ValueNetwork
 
 
 class Timed(Scheduler):
     """Always the last drafter; times what a decision would have taken."""
 
     def __init__(self, features: StateFeatures, network: ValueNetwork) -> None:
-        self._features, self._network = features, network
+        self._features, self._decider = features, Decider(network)
         self._text = TextFeatures()
         self.seconds: dict[str, list[float]] = {"text": [], "features": [], "network": []}
 
@@ -35,9 +35,9 @@ class Timed(Scheduler):
         began = perf_counter()
         text = self._text.follow(state.text)
         read = perf_counter()
-        features = self._features.of(state, text, 0)
+        features = self._features.values(state, text, 0)
         described = perf_counter()
-        self._network.margins(state.layer, features).argmax()
+        self._decider.best(state.layer, features)
         decided = perf_counter()
         if state.layer == 1:
             self.seconds["text"].append(read - began)

@@ -18,11 +18,11 @@ from treegraft.config import parse_config
 from treegraft.core.errors import ScheduleError
 from treegraft.pipeline import build_pipeline
 from treegraft.policies.features import StateFeatures
-from treegraft.policies.value import ValueNetwork
+from treegraft.policies.value import Decider, ValueNetwork
 from treegraft.prompts import Prompt
 from treegraft.scheduling.ceiling import CeilingSettings
 from treegraft.scheduling.collection import Collection
-from treegraft.scheduling.economy import problem_of, row_seconds
+from treegraft.scheduling.economy import decision_seconds, problem_of, row_seconds
 from treegraft.scheduling.fit import FitSettings, fit, policy_actions, split_of
 from treegraft.scheduling.traces import ARRAYS, TraceFolder, Traces
 
@@ -150,6 +150,30 @@ def test_a_layer_after_another_drafters_finds_cold_caches_and_one_after_its_own_
         assert more[row] == pytest.approx(expected)
         seen.add(n_turns)
     assert seen == {0, 1, 2}
+
+
+def test_a_step_pays_for_the_decision_to_stop_where_it_could_have_gone_on(traces):
+    loaded = Traces.load(traces)
+    costs = replace(COSTS, host=replace(COSTS.host, follow=100.0, decision=1.0))
+    seconds = decision_seconds(loaded, costs)
+    described = set(loaded.arrays["described"].tolist())
+    seen = set()
+    for row, layer in enumerate(loaded.arrays["layer"].tolist()):
+        assert seconds[row] == 100.0 + layer + (row in described)
+        seen.add((layer, row in described))
+    # The last layer leaves nothing to decide.
+    assert {(0, True), (1, True), (2, False)} <= seen
+    assert not decision_seconds(loaded, COSTS).any()
+
+
+def test_decisions_are_charged_to_who_takes_them_alone(traces, fitted):
+    """Predictions left them out, and promised more than decoding brought."""
+    dear = replace(COSTS, host=replace(COSTS.host, follow=1e-3, decision=2e-3))
+    paying = fit(Traces.load(traces), dear, QUICK).metrics
+    for name, metrics in fitted.metrics.items():
+        assert paying[name]["value"] < metrics["value"]
+        for free in ("plain", "never", "always", "oracle"):
+            assert paying[name][free] == metrics[free]
 
 
 def test_a_dear_target_is_worth_more_drafting(traces):
@@ -458,6 +482,25 @@ def test_margins_are_those_of_the_layers_own_network():
     expected = hidden @ network.w3[1] + network.b3[1]
     np.testing.assert_allclose(network.margins(2, x), expected, rtol=1e-5)
     np.testing.assert_allclose(network.margins(2, np.stack([x, x]))[1], expected, rtol=1e-5)
+
+
+def test_a_decision_is_the_network_s_whatever_was_decided_before():
+    features = StateFeatures(3, 4, 2, 5)
+    dice = np.random.default_rng(1)
+    n, h = len(features.names), 9
+    shapes = [(4, n, h), (4, h), (4, h, h), (4, h), (4, h, 4), (4, 4)]
+    network = ValueNetwork(*(dice.normal(size=s).astype(np.float32) for s in shapes))
+    decider = Decider(network)
+    chosen = set()
+    for _ in range(200):
+        layer, x = int(dice.integers(1, 5)), dice.normal(size=n).astype(np.float32)
+        best = decider.best(layer, tuple(x.tolist()))
+        assert best == network.margins(layer, x).argmax()
+        chosen.add(best)
+    assert chosen == {0, 1, 2, 3}
+    # Equal margins: the earlier action, stopping first.
+    level = ValueNetwork(*(np.zeros(s, dtype=np.float32) for s in shapes))
+    assert Decider(level).best(1, (1.0,) * n) == 0
 
 
 def test_the_documentation_lists_every_array_of_a_trace():

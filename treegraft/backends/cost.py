@@ -108,7 +108,9 @@ class HostCosts:
     ----------
     step : of every step. node : of each node that the target reads. drafted : of each node of the
         working tree. visit : of a layer by the drafter that acts, riders included. turn : what that
-        takes more after a layer of another drafter, and in a step's first layer.
+        takes more after a layer of another drafter, and in a step's first layer. follow, decision :
+        what ``value`` takes to read a step's new text, and before each layer; 0 where that was
+        not measured.
     """
 
     step: float
@@ -116,6 +118,8 @@ class HostCosts:
     drafted: float
     visit: dict[str, float]
     turn: dict[str, float] = field(default_factory=dict)
+    follow: float = 0.0
+    decision: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,10 @@ _JUDGED = 64
 _MOST_PLACES = 256
 """Latest places of a token from which contexts are followed."""
 _FLOOR = -20.0
+_MOST_NOTED = 4096
+"""Schedules of which the features are kept."""
+_NOTHING = (-1, 0, 0.0)
+"""What is predicted behind a token that is new: no token, of a context of none."""
 _TEXT = ("match", "match_share", "hit_fast", "hit_slow", "hit_run")
 
 
@@ -58,12 +62,14 @@ class TextFeatures:
             # Token -> where it stands; and how long a context ends there that the text ends on too.
             self._places: dict[int, list[int]] = {}
             self._runs: dict[int, int] = {}
-            self._predicted = (-1, 0, 0.0)
-            self._fast = self._slow = self._run = 0.0
+            self._predicted = _NOTHING
+            self._fast = self._slow = 0.0
+            self._run = 0
         if self._n_read < len(text):
             # Of a long prompt only the end is judged: what lies further back has no weight left.
             judged = max(len(text) - _JUDGED, 0)
-            self._note_places(text, judged - _LONGEST)
+            if self._n_read < judged - _LONGEST:
+                self._note_places(text, judged - _LONGEST)
             for token in text[self._n_read :]:
                 self._note(token, self._n_read > judged)
             token, length, share = self._predicted
@@ -81,32 +87,44 @@ class TextFeatures:
         places = self._places
         for place in range(self._n_read, end):
             places.setdefault(text[place], []).append(place)
-        if self._n_read < end:
-            self._runs = {}
-            self._n_read = end
+        self._runs = {}
+        self._n_read = end
 
     def _note(self, token: int, judge: bool) -> None:
         if judge:
-            hit = float(token == self._predicted[0])
-            self._fast += (hit - self._fast) / 4
-            self._slow += (hit - self._slow) / 16
-            self._run = min(self._run + 1, _LONGEST) if hit else 0.0
-        before = self._runs
-        places = self._places.setdefault(token, [])
-        self._runs = {p: before.get(p - 1, 0) + 1 for p in places[-_MOST_PLACES:]}
-        places.append(self._n_read)
+            if token == self._predicted[0]:
+                self._fast += (1.0 - self._fast) / 4
+                self._slow += (1.0 - self._slow) / 16
+                self._run = min(self._run + 1, _LONGEST)
+            else:
+                self._fast -= self._fast / 4
+                self._slow -= self._slow / 16
+                self._run = 0
+        places = self._places.get(token)
+        if places is None:
+            self._places[token] = [self._n_read]
+            self._runs, self._predicted = {}, _NOTHING
+        else:
+            before = self._runs
+            latest = places if len(places) <= _MOST_PLACES else places[-_MOST_PLACES:]
+            if before:
+                self._runs = {p: before.get(p - 1, 0) + 1 for p in latest}
+            else:
+                self._runs = dict.fromkeys(latest, 1)
+            self._predicted = self._predict()
+            places.append(self._n_read)
         self._n_read += 1
-        self._predicted = self._predict()
 
     def _predict(self) -> tuple[int, int, float]:
         """The most frequent continuation (the latest one on ties), and of how long a context; its
-        share among all continuations of that context. (-1, 0, 0.0) if there is none.
+        share among all continuations of that context.
         """
         runs, text = self._runs, self._text
         assert text is not None
-        if not runs:
-            return -1, 0, 0.0
         longest = min(max(runs.values()), _LONGEST)
+        if len(runs) == 1:
+            (place,) = runs
+            return text[place + 1], longest, 1.0
         after = [text[place + 1] for place, length in runs.items() if length >= longest]
         if len(after) == 1:
             return after[0], longest, 1.0
@@ -142,6 +160,7 @@ class StateFeatures:
     def __init__(self, n_drafters: int, depth: int, width: int, budget: int) -> None:
         self._shape = (n_drafters, depth)
         self._width, self._budget = width, budget
+        self._calls: dict[tuple[int, ...], tuple[float, ...]] = {}
         drafters, layers = range(n_drafters), range(1, depth)
         self.names: tuple[str, ...] = (
             "log_prompt",
@@ -166,6 +185,10 @@ class StateFeatures:
         )
 
     def of(self, state: DraftState, text: Sequence[float], n_before: int) -> NDArray[np.float32]:
+        """``values`` as float32 [F]."""
+        return np.array(self.values(state, text, n_before), dtype=np.float32)
+
+    def values(self, state: DraftState, text: Sequence[float], n_before: int) -> tuple[float, ...]:
         """Features before a layer.
 
         Parameters
@@ -173,61 +196,89 @@ class StateFeatures:
         text : of ``TextFeatures`` for the committed text.
         n_before : nodes of the working tree before the last layer; 0 before the first.
         """
-        n_drafters, depth = self._shape
-        n_calls = [0.0] * n_drafters
-        bits = [0.0] * (n_drafters * (depth - 1))
-        for layer, index in enumerate(state.calls):
-            n_calls[index] += 1 / depth
-            bits[layer * n_drafters + index] = 1.0
-        values = (
+        calls = state.calls
+        return (
             math.log1p(state.n_prompt),
             math.log1p(state.n_committed),
             *text,
-            (state.layer - 1) / depth,
+            (state.layer - 1) / self._shape[1],
             # Most steps' first decision, and always the same.
             *(_ROOT_ONLY if state.tree.n_nodes == 1 else self.of_tree(state, n_before)),
-            float(bool(state.reached) and not state.reached[-1]),
-            *n_calls,
-            *bits,
+            1.0 if state.reached and not state.reached[-1] else 0.0,
+            *(self._calls.get(calls) or self._note(calls)),
         )
-        return np.array(values, dtype=np.float32)
+
+    def _note(self, calls: tuple[int, ...]) -> tuple[float, ...]:
+        """The features from ``calls_0`` on, which few schedules make."""
+        n_drafters, depth = self._shape
+        n_calls = [0.0] * n_drafters
+        bits = [0.0] * (n_drafters * (depth - 1))
+        for layer, index in enumerate(calls):
+            n_calls[index] += 1 / depth
+            bits[layer * n_drafters + index] = 1.0
+        if len(self._calls) >= _MOST_NOTED:
+            self._calls.clear()
+        found = self._calls[calls] = (*n_calls, *bits)
+        return found
 
     def of_tree(self, state: DraftState, n_before: int) -> tuple[float, ...]:
         """The features from ``depth`` to ``expected``."""
         # Some dozen numbers: plain Python on lists is quicker than numpy's calls, which right after
         # a forward take several microseconds each.
-        depth = self._shape[1]
+        depth, width = self._shape[1], self._width
         lists = state.tree.lists()
         level, above, alive = lists.depth, lists.parent, lists.alive
         logprob = [*lists.logprob]
         frontier = state.frontier.tolist()
         n_frontier = len(frontier)
-        at = [level[node] for node in frontier]
-        mean_depth, lowest, highest = sum(at) / n_frontier, min(at) - LOOKBACK, max(at)
         order = sorted(range(len(level)), key=logprob.__getitem__, reverse=True)  # stable
         if not all(alive):
             # Nodes that a graft has taken out are not verified, and hang under nobody.
             order = [node for node in order if alive[node]]
             above = [parent if alive[node] else -1 for node, parent in enumerate(above)]
-        best = [node for node in order if lowest <= level[node] <= highest][: self._width]
-        n_best = max(len(best), 1)
-        inside, inner = set(frontier), set(above[1:])
-        n_old = sum(node < n_before for node in best) if state.layer > 1 else n_best
-        of_frontier = [logprob[node] for node in frontier]
+        at = [level[node] for node in frontier]
+        lowest, highest = min(at) - LOOKBACK, max(at)
+        mean_depth = sum(at) / n_frontier
+        inner = set(above[1:])
+        n_leaves = n_unscored = 0
+        first, mass = _FLOOR, 0.0
+        for node in frontier:
+            score = logprob[node]
+            if node not in inner and alive[node]:
+                n_leaves += 1
+            if score > -math.inf:
+                mass += math.exp(score)
+                first = max(first, score)
+            else:
+                n_unscored += 1
+        n_best = n_old = n_inside = levels = 0
+        total = 0.0
+        for node in order:
+            if lowest <= level[node] <= highest:
+                n_best += 1
+                levels += level[node]
+                n_old += node < n_before
+                n_inside += node in frontier
+                total += max(logprob[node], _FLOOR)
+                if n_best == width:
+                    break
+        n_best = max(n_best, 1)
+        if state.layer == 1:
+            n_old = n_best
         return (
             mean_depth / depth,
-            sum(node not in inner and alive[node] for node in frontier) / n_frontier,
-            max(mean_depth - sum(level[node] for node in best) / n_best, 0.0) / depth,
+            n_leaves / n_frontier,
+            max(mean_depth - levels / n_best, 0.0) / depth,
             n_old / n_best,
-            sum(node in inside for node in best) / n_best,
-            sum(max(logprob[node], _FLOOR) for node in best) / n_best,
-            max(*of_frontier, _FLOOR),
-            sum(map(math.exp, of_frontier)),
-            of_frontier.count(-math.inf) / n_frontier,
+            n_inside / n_best,
+            total / n_best,
+            first,
+            mass,
+            n_unscored / n_frontier,
             math.log1p(n_frontier),
             math.log(len(level)),
             # The root, which is sure, comes first.
-            sum(math.exp(logprob[node]) for node in order[1 : self._budget + 1]),
+            sum([math.exp(logprob[node]) for node in order[1 : self._budget + 1]]),
         )
 
 

@@ -5,7 +5,9 @@ Shapes: D layers, F features, H hidden units, K drafters; action 0 stops, action
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Literal, final
 
 import numpy as np
@@ -16,7 +18,7 @@ from treegraft.core.roles import DraftState, Scheduler
 from treegraft.core.stats import StepRecord
 from treegraft.policies.features import StateFeatures, TextFeatures
 
-__all__ = ["ValueConfig", "ValueNetwork", "ValueScheduler"]
+__all__ = ["Decider", "ValueConfig", "ValueNetwork", "ValueScheduler"]
 
 Floats = NDArray[np.float32]
 
@@ -72,12 +74,62 @@ _ZERO = np.float32(0.0)
 
 
 @final
+class Decider:
+    """``ValueNetwork.margins`` of one row at a time, in as few calls as can be.
+
+    A decision comes right after a forward, which has gone through the caches: every call into numpy
+    then takes several times what it reckons for. So biases are rows of the weights, with an input
+    and a hidden unit that are always 1, and all results have their place.
+    """
+
+    def __init__(self, network: ValueNetwork) -> None:
+        depth, n_features, hidden = network.w1.shape
+        self._pack = Struct(f"{n_features + 1}f").pack_into
+        self._buffer = bytearray(4 * (n_features + 1))
+        self._x = np.frombuffer(self._buffer, dtype=np.float32)
+        self._first, self._second, self._zeros = np.zeros((3, hidden + 1), dtype=np.float32)
+        self._margins = np.zeros(network.w3.shape[2], dtype=np.float32)
+        self._layers: list[tuple[Floats, Floats, Floats]] = []
+        for i in range(depth):
+            w1 = _with_bias(network.w1[i], network.b1[i], True)
+            w2 = _with_bias(network.w2[i], network.b2[i], True)
+            self._layers.append((w1, w2, _with_bias(network.w3[i], network.b3[i], False)))
+
+    def best(self, layer: int, features: Sequence[float]) -> int:
+        """The action with the highest margin before ``layer``, from 1; the first one on ties.
+
+        ``features`` float [F].
+        """
+        w1, w2, w3 = self._layers[layer - 1]
+        first, second, zeros, margins = self._first, self._second, self._zeros, self._margins
+        self._pack(self._buffer, 0, *features, 1.0)
+        self._x.dot(w1, first)
+        np.maximum(first, zeros, out=first)
+        first.dot(w2, second)
+        np.maximum(second, zeros, out=second)
+        second.dot(w3, margins)
+        found = margins.tolist()
+        return found.index(max(found))
+
+
+def _with_bias(weights: Floats, bias: Floats, hidden: bool) -> Floats:
+    """float32 [n + 1, m]: the bias as last row; if ``hidden`` [n + 1, m + 1], a 1 goes through."""
+    rows, columns = weights.shape
+    found = np.zeros((rows + 1, columns + hidden), dtype=np.float32)
+    found[:rows, :columns] = weights
+    found[rows, :columns] = bias
+    if hidden:
+        found[rows, columns] = 1.0
+    return found
+
+
+@final
 class ValueScheduler(Scheduler):
     """Takes the action with the highest margin; the earlier one on ties, stopping first."""
 
     def __init__(self, config: ValueConfig, network: ValueNetwork, features: StateFeatures) -> None:
         del config
-        self._network = network
+        self._decider = Decider(network)
         self._features = features
         self._text = TextFeatures()
         self._n_before = self._n_nodes = 0
@@ -86,8 +138,8 @@ class ValueScheduler(Scheduler):
         self._n_before = 0 if state.layer == 1 else self._n_nodes
         self._n_nodes = state.tree.n_nodes
         text = self._text.follow(state.text)
-        features = self._features.of(state, text, self._n_before)
-        action = int(self._network.margins(state.layer, features).argmax())
+        features = self._features.values(state, text, self._n_before)
+        action = self._decider.best(state.layer, features)
         return action - 1 if action else None
 
     def finish(self, record: StepRecord) -> None:

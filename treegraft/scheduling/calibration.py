@@ -32,6 +32,8 @@ from treegraft.core.roles import DraftState, Scheduler
 from treegraft.core.stats import StepRecord
 from treegraft.pipeline import Pipeline
 from treegraft.policies.drafters.lm import LmConfig
+from treegraft.policies.features import StateFeatures, TextFeatures
+from treegraft.policies.value import Decider, ValueNetwork
 from treegraft.prompts import Prompt
 
 __all__ = ["CostCalibration", "calibrate", "curve_models", "pipeline_environment"]
@@ -39,6 +41,8 @@ __all__ = ["CostCalibration", "calibrate", "curve_models", "pipeline_environment
 CONTEXTS = (48, 256, 768)
 _FEWEST_LATER = 20
 """Forwards of a drafter after a layer of its own, from which on they are told from others."""
+_HIDDEN = 64
+"""Units of the networks with which decisions are timed; what they reckon is the least of it."""
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -90,18 +94,55 @@ class CostCalibration:
 
 @final
 class _Drawn(Scheduler):
-    """Draws each layer's drafter; one layer in five drafting stops."""
+    """Draws each layer's drafter; one layer in five drafting stops.
 
-    def __init__(self, seed: int) -> None:
+    Before that it goes through what ``value`` would do, with weights that are drawn too.
+
+    Attributes
+    ----------
+    follow, decision : seconds of reading a step's new text, and of each decision.
+    """
+
+    def __init__(self, seed: int, pipeline: Pipeline, clock: Callable[[], float]) -> None:
         self._dice = np.random.default_rng(seed)
+        self._clock = clock
+        n, builder = len(pipeline.drafter_names), pipeline.builder
+        depth = max(builder.depth, 1)
+        self._features = StateFeatures(n, depth, builder.width, builder.budget)
+        self._text = TextFeatures()
+        n_features, h = len(self._features.names), _HIDDEN
+        sizes = [(n_features, h), (h,), (h, h), (h,), (h, n + 1), (n + 1,)]
+        weights = [self._dice.normal(size=(depth, *s)).astype(np.float32) for s in sizes]
+        self._decider = Decider(ValueNetwork(*weights))
+        self._taken = 0.0
+        self.follow: list[float] = []
+        self.decision: list[float] = []
 
     def choose(self, state: DraftState) -> int | None:
+        clock = self._clock
+        began = clock()
+        text = self._text.follow(state.text)
+        read = clock()
+        self._decider.best(state.layer, self._features.values(state, text, 0))
+        self._note(read - began, clock() - read, state.layer == 1)
         if self._dice.random() < 0.2:
             return None
         return int(self._dice.integers(state.n_drafters))
 
     def finish(self, record: StepRecord) -> None:
         """Nothing to learn."""
+
+    def _note(self, follow: float, decision: float, first: bool) -> None:
+        self._taken += follow + decision
+        self.decision.append(decision)
+        # Later layers have nothing new to read.
+        if first:
+            self.follow.append(follow)
+
+    def take(self) -> float:
+        """Seconds that were gone through so since the last call."""
+        taken, self._taken = self._taken, 0.0
+        return taken
 
 
 _Noted = list[tuple[int, int, float]]
@@ -186,11 +227,14 @@ def calibrate(
     widths = {name: [w for w in _WIDTHS if w < limit] + [limit] for name, limit in most.items()}
     clock = clock_of(pipeline.config.backend.device)
     curves = measure_curves(models, widths, CONTEXTS, repeats, on_part, clock)
-    steps = _decode(pipeline, prompts, tokens, seed, clock, on_part)
+    drawn = _Drawn(seed, pipeline, clock)
+    steps = _decode(pipeline, drawn, prompts, tokens, clock, on_part)
     fitted, held = steps[::2], steps[1::2]
     curves = {name: _in_decoding(curve, name, fitted) for name, curve in curves.items()}
     names = pipeline.drafter_names
-    host = _host(fitted, names)
+    host = replace(
+        _host(fitted, names), follow=_calm_mean(drawn.follow), decision=_calm_mean(drawn.decision)
+    )
     costs = CostModel(
         pipeline_environment(pipeline),
         {name: model_identity(model) for name, model in models.items()},
@@ -203,15 +247,15 @@ def calibrate(
 
 def _decode(
     pipeline: Pipeline,
+    drawn: _Drawn,
     prompts: Sequence[Prompt],
     tokens: int,
-    seed: int,
     clock: Callable[[], float],
     on_part: Callable[[object], None] | None,
 ) -> list[_Step]:
     """Decode with drawn schedules and metered models; the first step of a text does not count."""
     config = pipeline.config
-    drawn = pipeline.with_scheduler(_Drawn(seed))
+    decoding = pipeline.with_scheduler(drawn)
     by_curve = {TARGET: config.target.model}
     for name, drafter in zip(config.drafter_names, config.drafters, strict=True):
         if isinstance(drafter, LmConfig):
@@ -220,13 +264,14 @@ def _decode(
     for prompt in prompts:
         encoded = pipeline.encode(prompt.content)
         number = 0
-        for record, seconds, by_model in _noting(drawn, encoded, tokens, clock):
+        for record, seconds, by_model in _noting(decoding, encoded, tokens, clock):
+            decided = drawn.take()
             forwards = _assigned({name: by_model[source] for name, source in by_curve.items()})
             number += 1
             if number == 1:
                 continue
-            # Drawing takes no time to speak of; a scheduler that decides is timed by itself.
-            rest = seconds - sum(each for *_, each in forwards)
+            # Drawing takes no time to speak of; what decisions take is kept apart.
+            rest = seconds - decided - sum(each for *_, each in forwards)
             row = _row(record.n_tree, sum(record.drafted), record.calls, len(config.drafters))
             turns = _turns([who for who, *_ in forwards], record.calls, pipeline.drafter_names)
             steps.append(_Step(forwards, turns, rest, row))
@@ -304,10 +349,15 @@ def _in_decoding(curve: Curve, name: str, steps: Sequence[_Step]) -> Curve:
     if name == TARGET or len(warm) < _FEWEST_LATER:
         return replace(curve, scale=_scale(cold + warm))
     scale = _scale(warm)
-    extra = sorted(seconds - scale * alone for seconds, alone in cold)
-    calm = extra[: len(extra) - len(extra) // 50]
-    more = sum(calm) / len(calm) if calm else 0.0
+    more = _calm_mean([seconds - scale * alone for seconds, alone in cold])
     return replace(curve, scale=scale, turn=max(more, 0.0))
+
+
+def _calm_mean(seconds: Sequence[float]) -> float:
+    """Mean without the longest fiftieth, in which something else came between; 0 of none."""
+    found = sorted(seconds)
+    calm = found[: len(found) - len(found) // 50]
+    return sum(calm) / len(calm) if calm else 0.0
 
 
 def _scale(pairs: Sequence[tuple[float, float]]) -> float:

@@ -17,7 +17,7 @@ from treegraft.scheduling.collect import MOST_SCHEDULES
 from treegraft.scheduling.traces import Traces
 from treegraft.scheduling.value import Problem
 
-__all__ = ["problem_of", "row_seconds"]
+__all__ = ["decision_seconds", "problem_of", "row_seconds"]
 
 _BESIDE = 4
 """Nodes beside which text that a drafter has still to read is counted."""
@@ -87,8 +87,23 @@ def _check_models(traces: Traces, costs: CostModel) -> None:
             )
 
 
-def problem_of(traces: Traces, costs: CostModel) -> Problem:
-    """The schedules of traces with their tokens and seconds."""
+def decision_seconds(traces: Traces, costs: CostModel) -> NDArray[np.float64]:
+    """float64 [R]: seconds that a learned scheduler takes in a step that stops in each row.
+
+    It reads the new text, and decides before every layer and, where there could be one more, that
+    there is none.
+    """
+    decisions = traces.arrays["layer"].astype(np.float64)
+    decisions[traces.arrays["described"]] += 1.0
+    found: NDArray[np.float64] = costs.host.follow + costs.host.decision * decisions
+    return found
+
+
+def problem_of(traces: Traces, costs: CostModel, decided: bool = False) -> Problem:
+    """The schedules of traces with their tokens and seconds.
+
+    ``decided`` : whether seconds are those of a learned scheduler, whose decisions take their time.
+    """
     a = traces.arrays
     depth = int(traces.header["signature"]["builder"].get("depth", int(a["layer"].max())))
     return Problem(
@@ -97,7 +112,7 @@ def problem_of(traces: Traces, costs: CostModel) -> Problem:
         a["action"],
         a["layer"],
         a["n_new"],
-        row_seconds(traces, costs),
+        row_seconds(traces, costs) + (decision_seconds(traces, costs) if decided else 0.0),
         traces.n_drafters,
         complete=traces.n_drafters**depth <= MOST_SCHEDULES,
         text=traces.prompt,

@@ -280,7 +280,7 @@ def _trees(traces: Traces, artefact: Artefact, costs: CostModel) -> BoostedPolic
         wrong = "the features differ"
     if wrong is not None:
         raise ScheduleError(f"--ceiling: traces of another pipeline than the scheduler's: {wrong}")
-    return boost(traces, problem_of(traces, costs))
+    return boost(traces, problem_of(traces, costs, decided=True))
 
 
 def _offline(
@@ -310,6 +310,7 @@ def _offline(
             raise PromptError(f"the texts of suite {suite!r} end at once: nothing to schedule")
         traces = Traces.join(header, by_suite[suite])
         problem = problem_of(traces, costs)
+        decided = problem_of(traces, costs, decided=True)
         depth = problem.depth
         rows, features = traces.arrays["described"], traces.arrays["features"]
         rates = {
@@ -317,12 +318,12 @@ def _offline(
             "never": problem.estimate(problem.fixed((0,) * depth)),
             "always": problem.estimate(problem.fixed((len(names) - 1,) * depth)),
             BEST_FIXED: problem.estimate(problem.fixed(calls)),
-            VALUE: problem.estimate(
-                problem.follow(policy_actions(network, problem, rows, features))
+            VALUE: decided.estimate(
+                decided.follow(policy_actions(network, decided, rows, features))
             ),
             "oracle": problem.estimate(problem.solve().ends),
         }
         if trees is not None:
-            rates[CEILING] = problem.estimate(problem.follow(trees.decide(problem, rows, features)))
+            rates[CEILING] = decided.estimate(decided.follow(trees.decide(decided, rows, features)))
         found[suite] = Offline(traces.n_steps, rates)
     return found

@@ -112,15 +112,17 @@ def fit(
                 "collect more prompts"
             )
     problem = problem_of(traces, costs)
+    # What is learned pays for its decisions; fixed schedules and the oracle do not.
+    decided = problem_of(traces, costs, decided=True)
     parts = [problem.restrict(split == number) for number in range(len(SPLITS))]
     calls, rate = parts[0].best_fixed()
     rows, features = traces.arrays["described"], traces.arrays["features"]
-    learner = _Learner(problem, rows, features, split[problem.step], settings)
-    ends = problem.fixed(calls)
+    learner = _Learner(decided, rows, features, split[problem.step], settings)
+    ends = decided.fixed(calls)
     for _ in range(settings.rounds):
-        ends = problem.follow(learner.induce(ends, on_layer))
+        ends = decided.follow(learner.induce(ends, on_layer))
         # Of the training split: the others are there to judge.
-        reached = problem.rate(ends[split == 0])
+        reached = decided.rate(ends[split == 0])
         settled = reached <= rate * (1 + 1e-4)
         rate = reached
         if settled:
@@ -128,16 +130,16 @@ def fit(
     network = learner.network()
     metrics = {
         name: _metrics(part, calls, problem_ends)
-        for name, part, problem_ends in _of_splits(problem, parts, split, network, rows, features)
+        for name, part, problem_ends in _of_splits(decided, parts, split, network, rows, features)
     }
     if ceiling is not None:
-        found = problem.follow(boost(traces, problem, ceiling, on_layer).actions)
+        found = decided.follow(boost(traces, decided, ceiling, on_layer).actions)
         for number, name in enumerate(SPLITS):
-            metrics[name] |= _shares(metrics[name], problem.estimate(found[split == number]))
+            metrics[name] |= _shares(metrics[name], decided.estimate(found[split == number]))
         whole = _rates(problem, calls)
-        metrics["all"] = whole | _shares(whole, problem.estimate(found))
-        fewer = boost(traces, problem, replace(ceiling, share=0.5 * ceiling.share), on_layer)
-        metrics["all"]["ceiling_of_half"] = problem.estimate(problem.follow(fewer.actions))
+        metrics["all"] = whole | _shares(whole, decided.estimate(found))
+        fewer = boost(traces, decided, replace(ceiling, share=0.5 * ceiling.share), on_layer)
+        metrics["all"]["ceiling_of_half"] = decided.estimate(decided.follow(fewer.actions))
     names = list(traces.header["signature"]["drafters"])
     best_fixed = tuple(names[i] for i in calls)
     header: dict[str, Any] = {
