@@ -235,8 +235,8 @@ def test_another_drafter_takes_the_place_and_name_of_the_dearest_model():
     configs = our_configs(shipped_config(0.0, True), shipped_endpoints(), "zoo:medium", "zoo:small")
     assert {config.target.model for config in configs.values()} == {"zoo:medium"}
     other = our_configs(shipped_config(0.0, True), shipped_endpoints(), None, "zoo:medium")["ours"]
-    assert other.drafter_names == ("recycle", "small")
-    assert other.drafters[1].model == "zoo:medium"
+    assert other.drafter_names == ("recycle", "suffix", "small")
+    assert other.drafters[2].model == "zoo:medium"
     # The learned schedule holds for the models that it was fitted on.
     assert (shipped_config().scheduler.kind, other.scheduler.kind) == ("value", "fixed")
 

@@ -42,7 +42,11 @@ DEMO_SCHEDULERS: dict[str, dict[str, Any]] = {
 """Who drafts in which layer, in the configurations that draft."""
 
 DEMO_LEARNED: dict[str, Any] = {
-    "drafters": [{"kind": "recycle", "k": 4}, {"kind": "lm", "model": "zoo:small"}],
+    "drafters": [
+        {"kind": "recycle", "k": 4},
+        {"kind": "suffix"},
+        {"kind": "lm", "model": "zoo:small"},
+    ],
     "builder": {"kind": "layered", "depth": 4, "width": 2, "budget": 7},
     "scheduler": {"kind": "value", "artefact": "zoo:scheduler"},
 }
