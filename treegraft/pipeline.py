@@ -20,7 +20,7 @@ from treegraft.backends.tensor_tree import TensorTree
 from treegraft.builder import build_builder, check_budget_costs
 from treegraft.components import build_component
 from treegraft.composition import component_graph
-from treegraft.config import PipelineConfig, override
+from treegraft.config import CustomConfig, PipelineConfig, override
 from treegraft.core.draft_head import DraftHead
 from treegraft.core.errors import (
     ConfigError,
@@ -209,7 +209,7 @@ class Pipeline:
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """Decode to the end; ``options`` (``logits_processor`` among them) as in ``stream``."""
         generation = None
-        for chunk in self.stream(prompt, **options):
+        for chunk in self._decode(prompt, texts=False, **options):
             generation = chunk.generation
         assert generation is not None
         return generation
@@ -242,6 +242,24 @@ class Pipeline:
         DrafterError, ProcessorError : if a drafter or a logits processor fails; the pipeline stays
             usable.
         """
+        return self._decode(
+            prompt,
+            texts=True,
+            logits_processor=logits_processor,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            **overrides,
+        )
+
+    def _decode(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        texts: bool,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None,
+        **overrides: Any,
+    ) -> Iterator[Chunk]:
+        """``stream``; without ``texts`` no chunk has one, which saves decoding it step by step."""
         config = self._with(overrides)
         tokens = self.encode(prompt)
         stop = config.stop
@@ -256,7 +274,7 @@ class Pipeline:
             self._cache,
             None if strings is None else strings.completes,
         )
-        return self._run(decoding)
+        return self._run(decoding, texts)
 
     def sampling(self, prompt: str | Sequence[int], **overrides: Any) -> Sampling:
         """The sampling settings of a text of this prompt, with processors made for it alone."""
@@ -323,7 +341,7 @@ class Pipeline:
             return self.config
         return override(self.config, overrides)
 
-    def _run(self, decoding: Decoding) -> Iterator[Chunk]:
+    def _run(self, decoding: Decoding, texts: bool) -> Iterator[Chunk]:
         self._current = decoding
         counted = {
             name: replace(model.forward_counts)
@@ -335,7 +353,7 @@ class Pipeline:
         with _own_modes():
             decoding.prefill()
         prefill = watch.lap()
-        stream = TextStream(self.tokenizer) if self.tokenizer is not None else None
+        stream = TextStream(self.tokenizer) if texts and self.tokenizer is not None else None
         steps: list[StepRecord] = []
         while decoding.finish_reason is None:
             if self._current is not decoding:
@@ -500,6 +518,10 @@ def build_pipeline(
         riders=tuple(map(config.drafter_names.index, config.ride_along)),
         leftover=config.leftover,
         fallback=Fallback() if config.fallback == "auto" else None,
+        foreign=any(
+            isinstance(part, CustomConfig)
+            for part in (*config.drafters, config.builder, config.graft, config.scheduler)
+        ),
     )
     source = config.target.model
     return Pipeline(

@@ -282,6 +282,36 @@ class TokenTree:
             node=zero,
         )
 
+    @staticmethod
+    def of_lists(
+        lists: TreeLists,
+        scorer: Sequence[int],
+        logprob: Sequence[float],
+        lineages: Sequence[int],
+        ledger: Ledger | None,
+    ) -> TokenTree:
+        """The tree of these columns, [N] each, which are kept as its ``lists``.
+
+        ``lineages`` are bit sets: bit j of the i-th is ``ancestors[i, j]``.
+        """
+        # One conversion for all columns.
+        rows = np.array([*lists, scorer], dtype=np.int64)
+        token, parent, depth, source, proposers, node, scored = torch.from_numpy(rows).unbind()
+        tree = TokenTree(
+            token=token,
+            parent=parent,
+            depth=depth,
+            logprob=torch.from_numpy(np.array(logprob, dtype=np.float32)),
+            source=source,
+            scorer=scored,
+            proposers=proposers,
+            ancestors=torch.from_numpy(lineage_matrix(lineages, len(lineages))),
+            node=node,
+            ledger=ledger,
+        )
+        object.__setattr__(tree, "_lists", lists)
+        return tree
+
     def lists(self) -> TreeLists:
         """Columns as lists, made once: as they were when the tree was checked."""
         return self._lists or self._listed()
