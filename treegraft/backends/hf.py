@@ -352,14 +352,12 @@ def _lay_inputs_first(model: torch.nn.Module) -> None:
     """Keep float32 weights of linear layers as [in, out] in memory; their shape stays [out, in].
 
     For few queries the product with a matrix that lies so is a fifth to a quarter faster on a CPU
-    (benchmarks/layout.py), and as fast for many. Weights that an embedding shares stay: of these a
-    token's row is read, and compiled code would read it again wherever its sum is needed.
+    (benchmarks/layout.py), and as fast for many.
     """
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for module in model.modules():
         if type(module) is not torch.nn.Linear or module.weight.dtype != torch.float32:
             continue
-        if id(module.weight) not in looked_up:
+        if module.weight.is_contiguous():  # tied weights come by once more
             module.weight.data = module.weight.data.t().contiguous().t()
 
 

@@ -23,7 +23,7 @@ __all__ = ["Panels"]
 
 _WIDTH = 16
 _HUGE = 2 << 20
-"""Bytes of a huge page: with small ones a forward spends a third of its reading on addresses."""
+"""Bytes of a huge page: in small ones a processor looks up an address for every 4 KB it reads."""
 
 
 @final
@@ -122,12 +122,14 @@ class _Products(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.linear:
-            found = self._held.get(id(args[1] if len(args) > 1 else kwargs.get("weight")))
-            if found is not None:
-                layer, panels = found
+            held = self._held.get(id(args[1] if len(args) > 1 else kwargs.get("weight")))
+            if held is not None:
+                layer, panels = held
                 given = args[0] if args else kwargs["input"]
                 return _product(given, panels, layer.out_features, layer.bias, self._most)
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        # A row of a table that lies [in, out] would be read anew wherever its sum is needed.
+        return _written(found) if func is nn.functional.embedding else found
 
 
 def _product(given: Tensor, panels: Tensor, n_out: int, bias: Tensor | None, most: int) -> Tensor:
@@ -139,17 +141,25 @@ def _product(given: Tensor, panels: Tensor, n_out: int, bias: Tensor | None, mos
     n_in = panels.shape[1]
     flat = given.reshape(-1, n_in)
     n = flat.shape[0]
-    flat = flat.contiguous()
+    flat = _written(flat)
     rows = []
     for query in range(most):
         place = torch.sym_min(query, n - 1) if query else 0  # type: ignore[no-untyped-call]
-        # as_strided lets Inductor write the queries down; else each panel computes them anew.
         row = torch.as_strided(flat, (n_in,), (1,), n_in * place)
         rows.append((row[None, :, None] * panels).sum(1).view(1, -1))
     out = torch.cat(rows)[:n, :n_out] if most > 1 else rows[0][:, :n_out]
     if bias is not None:
         out = out + bias
     return out.view(*given.shape[:-1], n_out)
+
+
+def _written(given: Tensor) -> Tensor:
+    """``given``, which Inductor writes to memory as there is a view of it by strides.
+
+    It would else compute it anew in each of the loops that read it.
+    """
+    given = given.contiguous()
+    return torch.as_strided(given, given.shape, given.stride())
 
 
 def _counts(module: nn.Module) -> bool:
