@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
+from types import TracebackType
 from typing import Any
 
 import networkx as nx
@@ -315,7 +315,7 @@ class Pipeline:
                 repetition_penalty=config.sampling.repetition_penalty,
                 min_new_tokens=stop.min_new_tokens,
             )
-            with _own_modes():
+            with _OwnModes():
                 entries = build_processors(
                     settings, logits_processor, prefix_allowed_tokens_fn, text
                 )
@@ -350,7 +350,7 @@ class Pipeline:
         }
         watch = self._parts.watch
         watch.lap()
-        with _own_modes():
+        with _OwnModes():
             decoding.prefill()
         prefill = watch.lap()
         stream = TextStream(self.tokenizer) if texts and self.tokenizer is not None else None
@@ -363,7 +363,7 @@ class Pipeline:
                 )
             # The caller held the generator: that time is not ours.
             watch.skip()
-            with _own_modes():
+            with _OwnModes():
                 step = decoding.step()
             text = stream.push(step.tokens) if stream is not None else None
             if stream is not None and decoding.finish_reason is not None:
@@ -404,20 +404,36 @@ class Pipeline:
         )
 
 
-@contextmanager
-def _own_modes() -> Iterator[None]:
+class _OwnModes:
     """No gradients, and small tensors on the host whatever the caller's default device is.
 
-    Held around each step and never across a yield, where the modes are the caller's.
+    Held around each step and never across a yield, where the modes are the caller's. A class and
+    not a generator, as a step begins with it.
     """
-    with torch.no_grad():
+
+    __slots__ = ("_device", "_gradients")
+
+    def __enter__(self) -> None:
+        self._gradients = torch.is_grad_enabled()
+        if self._gradients:
+            torch.set_grad_enabled(False)
+        self._device: torch.device | None = None
         # As a context a device slows every call down, so it is entered only where it matters; and
         # an empty tensor tells the default device sooner than torch's own question for it.
-        if torch.empty(0).is_cpu:
-            yield
-        else:
-            with torch.device("cpu"):
-                yield
+        if not torch.empty(0).is_cpu:
+            self._device = torch.device("cpu")
+            self._device.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._device is not None:
+            self._device.__exit__(kind, error, trace)
+        if self._gradients:
+            torch.set_grad_enabled(True)
 
 
 def build_pipeline(

@@ -268,19 +268,8 @@ class TokenTree:
     @staticmethod
     def root_only(token: int) -> TokenTree:
         """The tree of plain decoding: the last committed token and nothing else."""
-        zero = torch.from_numpy(np.zeros(1, dtype=np.int64))
-        nobody = torch.from_numpy(np.array([NOBODY]))
-        return TokenTree(
-            token=torch.from_numpy(np.array([token])),
-            parent=zero,
-            depth=zero,
-            logprob=torch.from_numpy(np.zeros(1, dtype=np.float32)),
-            source=nobody,
-            scorer=nobody,
-            proposers=zero,
-            ancestors=torch.from_numpy(np.ones((1, 1), dtype=np.bool_)),
-            node=zero,
-        )
+        lists = TreeLists([token], [0], [0], [NOBODY], [0], [0])
+        return TokenTree.of_lists(lists, [NOBODY], [0.0], [1], None)
 
     @staticmethod
     def of_lists(
