@@ -1,9 +1,9 @@
-"""Compiled forwards: two programs per model, and on a GPU one CUDA graph per bucket.
+"""Compiled forwards: a few programs per model, and on a GPU one CUDA graph per bucket.
 
-One query and several queries are compiled apart; both programs are symbolic in everything else (n,
-K, S), so no shape of a draft asks for another one (docs/decisions/0007-symbolic-programs.md). A
-forward for which none was made runs eagerly and is counted: nothing is compiled while a text is
-decoded.
+One query and several queries are compiled apart, and few of them where weights lie in panels; the
+programs are symbolic in everything else (n, K, S), so no shape of a draft asks for another one
+(docs/decisions/0007-symbolic-programs.md). A forward for which none was made runs eagerly and is
+counted: nothing is compiled while a text is decoded.
 
 Shapes (docs/shapes.md): n queries of this forward, N queries of its bucket, K kv span, S cache
 rows, V vocabulary.
