@@ -50,7 +50,7 @@ def test_components_carry_role_kind_and_options() -> None:
     assert nodes["graft"]["options"]["lookback"] == 5
     # How models are loaded stands with the models; the tree has nothing but its kind.
     loading = {"dtype": "float32", "device": "cpu", "attention": "auto"}
-    loading |= {"compile": "off", "compiler": None, "buckets": None}
+    loading |= {"compile": "off", "compiler": None, "buckets": None, "panels": False}
     assert nodes["target"]["options"] == {"model": "zoo:target"} | loading
     assert nodes["drafter:small"]["options"].items() >= loading.items()
     assert not nodes["drafter:ngram"]["options"].keys() & loading.keys()
@@ -101,7 +101,7 @@ def test_a_graph_prints_as_a_tree() -> None:
     assert as_tree(graph(drafters=[], scheduler={"kind": "never"})) == (
         "pipeline\n"
         "├─ target: lm(model='zoo:target', dtype='float32', device='cpu', attention='auto', "
-        "compile='off', compiler=None, buckets=None)\n"
+        "compile='off', compiler=None, buckets=None, panels=False)\n"
         "│  └─> verifier: logits of every node\n"
         "├─ verifier: walk()\n"
         "│  └─> commit: Verdict\n"

@@ -244,7 +244,8 @@ class Decoding:
     def _forward(self, tree: TokenTree, n_kv: int) -> tuple[Tensor, Tensor | None]:
         """float [N, V] and, if a drafter asked, float [N, d]: one forward of the target."""
         n = len(tree)
-        visible = np.ones((n, n_kv + n), dtype=np.bool_)
+        visible = np.empty((n, n_kv + n), dtype=np.bool_)
+        visible[:, :n_kv] = True
         visible[:, n_kv:] = tree.ancestors.numpy()
         read = (
             self.cache.content,

@@ -285,7 +285,8 @@ class Drafting:
 
         Grafts and builders may be anybody's; with this they can waste time but change no token.
         """
-        tree.check()
+        if self.parts.foreign:
+            tree.check()
         lists = tree.lists()
         root, last = lists.token[ROOT], self.history.tokens[-1]
         if root != last:

@@ -33,7 +33,7 @@ class Loader:
                 self._heads[name, None] = model
             else:
                 self._models[name] = model
-        self._compiled: dict[tuple[str, str, str | None, bool], LanguageModel] = {}
+        self._compiled: dict[tuple[str, str, str | None, bool, bool], LanguageModel] = {}
         self._tokenizers: dict[str, tuple[Any, str]] = {}
         self._datastores: dict[str, Datastore] = {}
 
@@ -123,9 +123,9 @@ class Loader:
         buckets = backend.buckets
         if buckets is None:
             buckets = model.device.type == "cuda"
-        key = (source, backend.compile, backend.compiler, buckets)
+        key = (source, backend.compile, backend.compiler, buckets, backend.panels)
         if key not in self._compiled:
-            plan = GraphPlan(backend.compile, backend.compiler, buckets, n_nodes)
+            plan = GraphPlan(backend.compile, backend.compiler, buckets, n_nodes, backend.panels)
             tell = on_compile or _nobody
             self._compiled[key] = CompiledModel(
                 model, plan, lambda done, total: tell(source, done, total)

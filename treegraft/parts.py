@@ -26,7 +26,8 @@ class Parts:
 
     ``riders`` are the numbers of the drafters that ride along, ``leftover`` says whether what is
     left of a tree starts the next one (docs/method.md section 6). ``fallback`` decides for which
-    steps drafting pays; without it all are drafted.
+    steps drafting pays; without it all are drafted. ``foreign`` says whether a part that touches
+    trees is somebody's own: each pruned tree is then held against the laws of a tree.
     """
 
     target: LanguageModel
@@ -41,6 +42,7 @@ class Parts:
     riders: Sequence[int] = ()
     leftover: bool = False
     fallback: Fallback | None = None
+    foreign: bool = True
 
 
 def named(role: str, part: object, method: str) -> _Named:

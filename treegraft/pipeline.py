@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
+from types import TracebackType
 from typing import Any
 
 import networkx as nx
@@ -20,7 +20,7 @@ from treegraft.backends.tensor_tree import TensorTree
 from treegraft.builder import build_builder, check_budget_costs
 from treegraft.components import build_component
 from treegraft.composition import component_graph
-from treegraft.config import PipelineConfig, override
+from treegraft.config import CustomConfig, PipelineConfig, override
 from treegraft.core.draft_head import DraftHead
 from treegraft.core.errors import (
     ConfigError,
@@ -209,7 +209,7 @@ class Pipeline:
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """Decode to the end; ``options`` (``logits_processor`` among them) as in ``stream``."""
         generation = None
-        for chunk in self.stream(prompt, **options):
+        for chunk in self._decode(prompt, texts=False, **options):
             generation = chunk.generation
         assert generation is not None
         return generation
@@ -242,6 +242,24 @@ class Pipeline:
         DrafterError, ProcessorError : if a drafter or a logits processor fails; the pipeline stays
             usable.
         """
+        return self._decode(
+            prompt,
+            texts=True,
+            logits_processor=logits_processor,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            **overrides,
+        )
+
+    def _decode(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        texts: bool,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None,
+        **overrides: Any,
+    ) -> Iterator[Chunk]:
+        """``stream``; without ``texts`` no chunk has one, which saves decoding it step by step."""
         config = self._with(overrides)
         tokens = self.encode(prompt)
         stop = config.stop
@@ -256,7 +274,7 @@ class Pipeline:
             self._cache,
             None if strings is None else strings.completes,
         )
-        return self._run(decoding)
+        return self._run(decoding, texts)
 
     def sampling(self, prompt: str | Sequence[int], **overrides: Any) -> Sampling:
         """The sampling settings of a text of this prompt, with processors made for it alone."""
@@ -297,7 +315,7 @@ class Pipeline:
                 repetition_penalty=config.sampling.repetition_penalty,
                 min_new_tokens=stop.min_new_tokens,
             )
-            with _own_modes():
+            with _OwnModes():
                 entries = build_processors(
                     settings, logits_processor, prefix_allowed_tokens_fn, text
                 )
@@ -323,7 +341,7 @@ class Pipeline:
             return self.config
         return override(self.config, overrides)
 
-    def _run(self, decoding: Decoding) -> Iterator[Chunk]:
+    def _run(self, decoding: Decoding, texts: bool) -> Iterator[Chunk]:
         self._current = decoding
         counted = {
             name: replace(model.forward_counts)
@@ -332,10 +350,10 @@ class Pipeline:
         }
         watch = self._parts.watch
         watch.lap()
-        with _own_modes():
+        with _OwnModes():
             decoding.prefill()
         prefill = watch.lap()
-        stream = TextStream(self.tokenizer) if self.tokenizer is not None else None
+        stream = TextStream(self.tokenizer) if texts and self.tokenizer is not None else None
         steps: list[StepRecord] = []
         while decoding.finish_reason is None:
             if self._current is not decoding:
@@ -345,7 +363,7 @@ class Pipeline:
                 )
             # The caller held the generator: that time is not ours.
             watch.skip()
-            with _own_modes():
+            with _OwnModes():
                 step = decoding.step()
             text = stream.push(step.tokens) if stream is not None else None
             if stream is not None and decoding.finish_reason is not None:
@@ -386,20 +404,36 @@ class Pipeline:
         )
 
 
-@contextmanager
-def _own_modes() -> Iterator[None]:
+class _OwnModes:
     """No gradients, and small tensors on the host whatever the caller's default device is.
 
-    Held around each step and never across a yield, where the modes are the caller's.
+    Held around each step and never across a yield, where the modes are the caller's. A class and
+    not a generator, as a step begins with it.
     """
-    with torch.no_grad():
+
+    __slots__ = ("_device", "_gradients")
+
+    def __enter__(self) -> None:
+        self._gradients = torch.is_grad_enabled()
+        if self._gradients:
+            torch.set_grad_enabled(False)
+        self._device: torch.device | None = None
         # As a context a device slows every call down, so it is entered only where it matters; and
         # an empty tensor tells the default device sooner than torch's own question for it.
-        if torch.empty(0).is_cpu:
-            yield
-        else:
-            with torch.device("cpu"):
-                yield
+        if not torch.empty(0).is_cpu:
+            self._device = torch.device("cpu")
+            self._device.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._device is not None:
+            self._device.__exit__(kind, error, trace)
+        if self._gradients:
+            torch.set_grad_enabled(True)
 
 
 def build_pipeline(
@@ -500,6 +534,10 @@ def build_pipeline(
         riders=tuple(map(config.drafter_names.index, config.ride_along)),
         leftover=config.leftover,
         fallback=Fallback() if config.fallback == "auto" else None,
+        foreign=any(
+            isinstance(part, CustomConfig)
+            for part in (*config.drafters, config.builder, config.graft, config.scheduler)
+        ),
     )
     source = config.target.model
     return Pipeline(

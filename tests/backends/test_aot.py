@@ -261,14 +261,14 @@ def test_the_key_differs_by_what_decides_the_code_and_not_by_weights(
 def test_a_model_with_another_window_or_other_angles_took_the_library_of_the_first() -> None:
     def key(family: str, **options: Any) -> str | None:
         model = HFLanguageModel(build(family, num_hidden_layers=1, **options))
-        form = aot._Form(1, (0, 1), one=False, last_only=False, windowed=False)
-        return library_key(aot._Forward(model, form), form)
+        form = aot._Form(1, (0, 1), most=None, last_only=False, windowed=False)
+        return library_key(aot._Forward(model, form, None), form)
 
     def eager() -> str | None:
         model = build("llama", num_hidden_layers=1)
         model.set_attn_implementation("eager")
-        form = aot._Form(1, (0, 1), one=False, last_only=False, windowed=False)
-        return library_key(aot._Forward(HFLanguageModel(model), form), form)
+        form = aot._Form(1, (0, 1), most=None, last_only=False, windowed=False)
+        return library_key(aot._Forward(HFLanguageModel(model), form, None), form)
 
     angles = {"rope_type": "default", "rope_theta": 500.0}
     keys = [
@@ -289,7 +289,7 @@ _PRINT_KEY = """
 from backends.families import build
 from treegraft.backends import aot
 from treegraft.backends.library import library_key
-form = aot._Form(1, (0, 1), one=True, last_only=False, windowed=False)
+form = aot._Form(1, (0, 1), most=1, last_only=False, windowed=False)
 print(library_key(build("llama", num_hidden_layers=1), form))
 """
 
@@ -334,8 +334,8 @@ def test_a_torn_package_is_made_anew(
         asked.append(path)
         shutil.copy(whole, path)
 
-    form = aot._Form(1, (0, 1), one=True, last_only=False, windowed=False)
-    forward = aot._Forward(model, form)
+    form = aot._Form(1, (0, 1), most=1, last_only=False, windowed=False)
+    forward = aot._Forward(model, form, None)
     _, found = kept("torn", forward, make)
     assert not found
     assert len(asked) == 1
@@ -361,7 +361,7 @@ def test_code_that_assumes_sizes_is_refused() -> None:
     class Exported:
         _guards_code = ("L['flat'][3].size()[1] <= 512",)
 
-    form = aot._Form(1, (0, 1), one=False, last_only=False, windowed=False)
+    form = aot._Form(1, (0, 1), most=None, last_only=False, windowed=False)
     with pytest.raises(RuntimeError, match=r"made for sizes with .* <= 512"):
         aot._check_guards(Exported, form)
 

@@ -118,6 +118,17 @@ def test_costs_measured_elsewhere_are_refused_by_what_differs(tmp_path, key):
         load_costs(tmp_path / "c.json", {"target": target}, here | {key: "other"})
 
 
+def test_costs_from_before_an_option_of_the_backend_were_refused_for_lack_of_it(tmp_path):
+    costs, target, here = made(backend={"compile": "on"})
+    save_costs(costs, tmp_path / "c.json")
+    now = {"compile": "on", "panels": False}
+    assert load_costs(tmp_path / "c.json", {"target": target}, here | {"backend": now}) == costs
+    with pytest.raises(ScheduleError, match="were measured with backend"):
+        load_costs(
+            tmp_path / "c.json", {"target": target}, here | {"backend": now | {"panels": True}}
+        )
+
+
 def test_costs_of_another_model_are_refused(tmp_path):
     costs, _, _ = made()
     save_costs(costs, tmp_path / "c.json")

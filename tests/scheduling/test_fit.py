@@ -372,6 +372,8 @@ def test_a_pipeline_says_once_that_its_scheduler_knows_the_costs_of_another_mach
     assert "\n" not in said
     (said,) = notices(backend={"compile": "on"})
     assert "compile on there, off here" in said
+    (said,) = notices(backend=backend | {"panels": True})
+    assert "panels True there, False here" in said
     assert build_pipeline(config(), models()).notices == ()
 
 

@@ -10,6 +10,7 @@ Shapes (docs/shapes.md): n queries of this forward, K kv span, S cache rows, V v
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,11 +20,22 @@ from torch.export import Dim
 
 from treegraft.backends.hf import HFLanguageModel, logits_of
 from treegraft.backends.kv import KVSlab
-from treegraft.backends.library import Library, kept, library_key
-from treegraft.backends.programs import NoProgramError, Program
+from treegraft.backends.library import Library, StateWatch, kept, library_key
+from treegraft.backends.panels import Panels
+from treegraft.backends.programs import MANY, ONE, PROMPT, Kind, NoProgramError, Program
 
 __all__ = ["AotProgram"]
 
+_FEW = Kind("up to 8 queries", 8)
+"""Of products by panels: one loop forms the sums of all queries, and takes as long for fewer."""
+_SETTINGS = {
+    "aot_inductor.package_constants_in_so": False,
+    # Weights of up to eight numbers would else be written into the code.
+    "always_keep_tensor_constants": True,
+}
+# Each query of a product has a buffer of its own: one piece of memory for all of them, and sums
+# that are rounded once for a product and its sum.
+_FOR_PANELS = {"memory_planning": True, "cpp.enable_floating_point_contract_flag": "fast"}
 _SIZES = (2, 3, 5, 8, 9, 16, 17, 31, 64, 127, 256, 512)
 _SPANS = (2, 3, 7, 16, 33, 64, 80, 256, 401, 1024, 4096, 8191, 32768)
 
@@ -34,15 +46,23 @@ class AotProgram(Program):
 
     Parameters
     ----------
-    model : what is compiled.
+    model : what is compiled. panels : whether forwards over up to 8 queries read float32 weights in
+        panels (panels.py), a second copy of them.
+
+    Attributes
+    ----------
+    panel_bytes : of that copy.
     """
 
-    reads_prompts = True
-
-    def __init__(self, model: HFLanguageModel) -> None:
+    def __init__(self, model: HFLanguageModel, panels: bool = False) -> None:
         self._model = model
-        # By whether it is one query, and the last query's logits alone.
-        self._libraries: dict[tuple[bool, bool], Library] = {}
+        self._libraries: dict[Kind, Library] = {}
+        self._panels = Panels(model.model) if panels and model.device.type == "cpu" else None
+        self.panel_bytes = 0 if self._panels is None else self._panels.n_bytes
+        if not self.panel_bytes:
+            self._panels = None
+        self.kinds = (ONE, MANY, PROMPT) if self._panels is None else (ONE, _FEW, MANY, PROMPT)
+        self._state = StateWatch(model.model)
 
     def trial(
         self,
@@ -54,8 +74,8 @@ class AotProgram(Program):
         last_only: bool = False,
     ) -> Tensor:
         """Logits [n, V]: see Program.trial."""
-        kind = (tokens.shape[0] == 1, last_only)
-        if kind not in self._libraries:
+        kind = self.kind(tokens.shape[0], last_only)
+        if kind is not None and kind not in self._libraries:
             given = _flat(cache, tokens, rows, positions, visible)
             self._libraries[kind] = self._made(kind, cache.slots, given)
         return self(cache, tokens, rows, positions, visible, last_only)
@@ -82,23 +102,31 @@ class AotProgram(Program):
 
     def renew(self) -> None:
         """See weights that were given other memory: see Program.renew."""
-        for library in self._libraries.values():
-            library.bind()
+        replaced = self._state.changed()
+        if self._panels is not None:
+            if replaced:
+                self._panels.find()
+            self._panels.follow()
+        if replaced:
+            for library in self._libraries.values():
+                library.bind()
 
     def _fitting(self, tokens: Tensor, visible: Tensor, last_only: bool) -> Library:
-        library = self._libraries.get((tokens.shape[0] == 1, last_only))
+        kind = self.kind(tokens.shape[0], last_only)
+        library = None if kind is None else self._libraries.get(kind)
         # A span of one is taken for a size that is spread over others.
         if library is None or not library.fits or visible.shape[1] < 2:
             raise NoProgramError
+        if self._panels is not None and not self._panels.fits:
+            raise NoProgramError
         return library
 
-    def _made(
-        self, kind: tuple[bool, bool], slots: tuple[int, ...], given: list[Tensor]
-    ) -> Library:
-        one, last_only = kind
+    def _made(self, kind: Kind, slots: tuple[int, ...], given: list[Tensor]) -> Library:
         windowed = self._model.masks.windowed
-        form = _Form(self._model.report.n_layers, slots, one, last_only, windowed)
-        forward = _Forward(self._model, form)
+        panels = None if kind.most is None else self._panels
+        most = None if panels is None and kind.most != 1 else kind.most
+        form = _Form(self._model.report.n_layers, slots, most, kind.last_only, windowed)
+        forward = _Forward(self._model, form, panels)
 
         def make(path: str) -> None:
             # A tensor of inference mode cannot be traced.
@@ -113,11 +141,7 @@ class AotProgram(Program):
                 torch._inductor.aoti_compile_and_package(
                     exported,
                     package_path=path,
-                    inductor_configs={
-                        "aot_inductor.package_constants_in_so": False,
-                        # Weights of up to eight numbers would else be written into the code.
-                        "always_keep_tensor_constants": True,
-                    },
+                    inductor_configs=_SETTINGS if panels is None else _SETTINGS | _FOR_PANELS,
                 )
 
         return kept(library_key(forward, form), forward, make)[0]
@@ -137,21 +161,24 @@ class _Form:
 
     Attributes
     ----------
-    n_layers : L. slots : of the slab, which are open. one : one query, else two or more.
+    n_layers : L. slots : of the slab, which are open. most : queries (n) at most, and at least two
+        unless it is one; None: no limit.
     last_only : the last query's logits alone. windowed : the rows' positions are an input too.
     """
 
     n_layers: int
     slots: tuple[int, ...]
-    one: bool
+    most: int | None
     last_only: bool
     windowed: bool
 
     def sizes(self) -> tuple[dict[int, Any], ...]:
         """What varies in each tensor of ``_flat``."""
-        n, span, rows = Dim("n", min=2), Dim("K", min=2), Dim("S", min=2)
-        queries = {} if self.one else {0: n}
-        visible = {1: span} if self.one else {0: n, 1: span}
+        one = self.most == 1
+        n = None if one else Dim("n", min=2, max=self.most)
+        span, rows = Dim("K", min=2), Dim("S", min=2)
+        queries = {} if one else {0: n}
+        visible = {1: span} if one else {0: n, 1: span}
         positions = [{0: rows}] * self.windowed
         return (queries, queries, queries, visible, *positions, *[{2: rows}] * len(self.slots))
 
@@ -165,9 +192,10 @@ class _Form:
 class _Forward(nn.Module):
     """``LanguageModel.forward`` on a list of tensors."""
 
-    def __init__(self, model: HFLanguageModel, form: _Form) -> None:
+    def __init__(self, model: HFLanguageModel, form: _Form, panels: Panels | None) -> None:
         super().__init__()
         self.model = model.model  # its weights are this module's
+        self.panels = panels
         self._language_model = model
         self._form = form
 
@@ -188,7 +216,8 @@ class _Forward(nn.Module):
         )
         model, last_only = self._language_model, form.last_only
         arguments = model.arguments(slab, tokens, rows, positions, visible, span, last_only)
-        return logits_of(model.call(arguments), last_only)
+        with nullcontext() if self.panels is None else self.panels.products(form.most or 1):
+            return logits_of(model.call(arguments), last_only)
 
 
 class _Sized:
@@ -206,7 +235,9 @@ def _check_guards(exported: Any, form: _Form) -> None:
 
     Native code does not look at its arguments' sizes again.
     """
-    for n in (1,) if form.one else _SIZES:
+    for n in (1,) if form.most == 1 else _SIZES:
+        if n > (form.most or n):
+            break
         for span in _SPANS:
             # No span is all rows: see CompiledModel.new_cache.
             shapes = form.shapes(n, span, span + 16)

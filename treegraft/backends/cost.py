@@ -223,15 +223,21 @@ def elsewhere(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     Versions of libraries are left out: what they change is small.
     """
     pairs: list[tuple[str, Any, Any]] = [(k, there.get(k), here.get(k)) for k in _DECISIVE]
-    compiled = [(side.get("backend") or {}).get("compile") for side in (there, here)]
-    pairs.append(("compile", compiled[0], compiled[1]))
+    one, other = (_backend(side.get("backend")) for side in (there, here))
+    pairs += [(key, one.get(key), other.get(key)) for key in ("compile", "panels")]
     found = [f"{key} {a} there, {b} here" for key, a, b in pairs if a != b]
     return "; ".join(found) if found else None
 
 
 _BEFORE = {"temperature": 0.0}
 """What costs were measured with that do not say it, as it came later."""
+_BACKEND_BEFORE = {"panels": False}
 _DECISIVE = ("device", "device_name", "dtype", "threads")
+
+
+def _backend(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of the backend, with those that came later as they were before."""
+    return _BACKEND_BEFORE | dict(told or {})
 
 
 def _processor() -> str:
@@ -389,6 +395,8 @@ def load_costs(
             )
     for key, value in (here or {}).items():
         there = costs.environment.get(key, _BEFORE.get(key))
+        if isinstance(there, dict) and isinstance(value, dict):
+            there, value = _backend(there), _backend(value)
         if there != value:
             raise ScheduleError(
                 f"costs {str(path)!r} were measured with {key} {there!r}, found {value!r}; {again}"

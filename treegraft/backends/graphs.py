@@ -1,9 +1,9 @@
-"""Compiled forwards: two programs per model, and on a GPU one CUDA graph per bucket.
+"""Compiled forwards: a few programs per model, and on a GPU one CUDA graph per bucket.
 
-One query and several queries are compiled apart; both programs are symbolic in everything else (n,
-K, S), so no shape of a draft asks for another one (docs/decisions/0007-symbolic-programs.md). A
-forward for which none was made runs eagerly and is counted: nothing is compiled while a text is
-decoded.
+One query and several queries are compiled apart, and few of them where weights lie in panels; the
+programs are symbolic in everything else (n, K, S), so no shape of a draft asks for another one
+(docs/decisions/0007-symbolic-programs.md). A forward for which none was made runs eagerly and is
+counted: nothing is compiled while a text is decoded.
 
 Shapes (docs/shapes.md): n queries of this forward, N queries of its bucket, K kv span, S cache
 rows, V vocabulary.
@@ -23,7 +23,7 @@ from treegraft.backends.aot import AotProgram
 from treegraft.backends.buckets import BUCKETS, ROWS_STEP, CudaGraphs, bucket_of, pad
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.kv import KVSlab
-from treegraft.backends.programs import Compiler, NoProgramError, Program, TracedProgram
+from treegraft.backends.programs import Compiler, Kind, NoProgramError, Program, TracedProgram
 from treegraft.backends.selftest import allowed_error, relative_error
 from treegraft.backends.sources import one_line
 from treegraft.core.errors import ConfigError
@@ -35,7 +35,7 @@ __all__ = ["CompiledModel", "ForwardChoice", "GraphPlan", "GraphReport"]
 # where a program is made would be taken for one and the same, so no two of these agree, nor any
 # with a usual number of heads or a head size.
 _TRACED = ((592, 704), (80, 320))
-_QUERIES = {"one query": (1, 1), "several queries": (23, 7), "prompt": (23, 7)}
+_QUERIES = {1: (1, 1), 8: (7, 5), None: (23, 19)}  # by the most of a kind
 _PROMPT = 64  # tokens of a prompt that is timed
 _SPARE = 16  # rows behind a slab that is not padded
 _TIMED_SPAN = 256
@@ -54,12 +54,15 @@ class GraphPlan:
         None: ``aot`` on a CPU and ``inductor`` on a GPU.
     buckets : pad forwards to fixed N and K, which a CUDA graph needs.
     n_nodes : queries of a usual wide forward, at which ``auto`` measures.
+    panels : with ``aot`` on a CPU, lay out a second copy of float32 weights for forwards over up to
+        8 queries (panels.py).
     """
 
     mode: Literal["on", "auto"] = "on"
     compiler: Compiler | None = None
     buckets: bool = False
     n_nodes: int = 9
+    panels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ class GraphReport:
     model : its name. compiler : the one whose programs are used, None if none could be made.
     choices : one per kind of forward; empty without a compiler.
     seconds : of the warm-up. buckets, captured : whether forwards are padded, and whether each
-        bucket becomes a CUDA graph. notes : what a user should know, one sentence each.
+        bucket becomes a CUDA graph. panels : bytes of the second copy of the weights.
+    notes : what a user should know, one sentence each.
     """
 
     model: str
@@ -102,12 +106,14 @@ class GraphReport:
     seconds: float
     buckets: bool
     captured: bool
+    panels: int = 0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = "eager" if self.compiler is None else "; ".join(map(str, self.choices))
         how = [] if self.compiler is None else [str(self.compiler)]
         how += ["CUDA graphs"] if self.captured else ["buckets"] if self.buckets else []
+        how += [f"panels {self.panels / 1e6:.1f} MB"] if self.panels else []
         how.append(f"warm-up {self.seconds:.1f} s")
         notes = "".join(f". {note}" for note in self.notes)
         return f"{self.model}: {what} [{', '.join(how)}]{notes}"
@@ -158,7 +164,7 @@ class CompiledModel(LanguageModel):
         self.padded = plan.buckets
         self._capture = plan.buckets and model.device.type == "cuda"
         self._graphs = CudaGraphs(self.device) if self._capture else None
-        self._compiled: dict[str, bool] = {}
+        self._compiled: dict[Kind | None, bool] = {}
         self._program: Program | None = None
         self._made_with: tuple[Any, ...] = ()
         self.graphs = self._warm_up(plan, on_progress or _ignore)
@@ -270,8 +276,10 @@ class CompiledModel(LanguageModel):
 
     def _fitting(self, n: int, last_only: bool) -> Program | None:
         """The program, if it was chosen for forwards of this kind."""
-        kind = "prompt" if last_only else "one query" if n == 1 else "several queries"
-        return self._program if self._compiled.get(kind) else None
+        program = self._program
+        if program is None or not self._compiled.get(program.kind(n, last_only)):
+            return None
+        return program
 
     def _settings(self, program: Program) -> tuple[Any, ...]:
         """What a program relies on besides its arguments and is cheap to look at."""
@@ -294,7 +302,7 @@ class CompiledModel(LanguageModel):
         notes: list[str] = []
         for compiler in compilers:
             try:
-                choices = self._make(compiler, plan, on_progress)
+                choices, self._compiled = self._make(compiler, plan, on_progress)
             except Exception as error:  # a compiler fails in ways of its own
                 # Dynamo wraps what a backend raises, and says that first.
                 inner = getattr(error, "inner_exception", error)
@@ -308,10 +316,12 @@ class CompiledModel(LanguageModel):
                 notes.append(f"{compiler} failed ({cause})")
                 self._program = None
                 continue
-            self._compiled = {choice.kind: choice.compiled for choice in choices}
             break
         else:
             compiler, choices = None, ()
+        held = self._program.panel_bytes if isinstance(self._program, AotProgram) else 0
+        if plan.panels and not held:
+            notes.append("no panels: it has no linear layers of float32 weights, or no aot program")
         return GraphReport(
             model=self.name,
             compiler=compiler,
@@ -319,29 +329,30 @@ class CompiledModel(LanguageModel):
             seconds=time.perf_counter() - began,
             buckets=self.padded,
             captured=self._capture,
+            panels=held,
             notes=tuple(notes),
         )
 
     def _make(
         self, compiler: Compiler, plan: GraphPlan, on_progress: Callable[[int, int], None]
-    ) -> tuple[ForwardChoice, ...]:
+    ) -> tuple[tuple[ForwardChoice, ...], dict[Kind | None, bool]]:
         """Make the programs, check their logits against the model's own, time both."""
         program: Program
         if compiler == "aot":
             if self._capture:
                 raise RuntimeError("its forwards are not captured: set backend.buckets to false")
-            program = AotProgram(self._inner)
+            program = AotProgram(self._inner, plan.panels)
         else:
             program = TracedProgram(self._inner, compiler)
         slabs = [(span, self._inner.new_cache(n_rows)) for span, n_rows in _TRACED]
         allowed = allowed_error(self.report, self.device)
-        kinds = [kind for kind in _QUERIES if kind != "prompt" or self._reads_prompts(program)]
+        kinds = [kind for kind in program.kinds if not kind.last_only or self._reads_prompts()]
         on_progress(0, len(kinds))
         choices = []
         for done, kind in enumerate(kinds, 1):
             # The second forward differs in every size; what the first one took for fixed becomes
             # symbolic here and not in a text.
-            for n, (span, slab) in zip(_QUERIES[kind], slabs, strict=True):
+            for n, (span, slab) in zip(_QUERIES[kind.most], slabs, strict=True):
                 plain = self._probe(self._inner.forward, slab, n, span, kind)
                 found = self._probe(program.trial, slab, n, span, kind)
                 error = relative_error(found, plain, self.report.dtype)
@@ -354,11 +365,15 @@ class CompiledModel(LanguageModel):
             on_progress(done, len(kinds))
         self._program = program
         self._made_with = self._settings(program)
-        return tuple(choices)
+        return tuple(choices), {
+            kind: choice.compiled for kind, choice in zip(kinds, choices, strict=True)
+        }
 
-    def _time(self, kind: str, program: Program, plan: GraphPlan, slab: KVSlab) -> ForwardChoice:
-        usual = min(max(2, plan.n_nodes), BUCKETS[-1])
-        n = {"one query": 1, "several queries": usual, "prompt": _PROMPT}[kind]
+    def _time(self, kind: Kind, program: Program, plan: GraphPlan, slab: KVSlab) -> ForwardChoice:
+        # The most nodes of a tree, where that is of this kind; else the middle of the kind.
+        fewest = 1 + max((k.most for k in program.kinds if k.most and k != kind), default=0)
+        most = kind.most or BUCKETS[-1]
+        n = _PROMPT if kind.last_only else min(max(fewest, plan.n_nodes), most)
         taken: dict[Callable[..., Tensor], list[float]] = {self._inner.forward: [], program: []}
         for _ in range(2 + _ROUNDS):
             for call, seconds in taken.items():
@@ -369,14 +384,14 @@ class CompiledModel(LanguageModel):
                 seconds.append(time.perf_counter() - began)
         # What a busy machine does to a forward only ever adds to its time.
         eager, compiled = (1e3 * min(s[2:]) for s in taken.values())
-        return ForwardChoice(kind, n, eager, compiled, plan.mode == "on" or compiled < eager)
+        return ForwardChoice(kind.name, n, eager, compiled, plan.mode == "on" or compiled < eager)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _reads_prompts(self, program: Program) -> bool:
-        return program.reads_prompts and self.report.logits_to_keep and not self.padded
+    def _reads_prompts(self) -> bool:
+        return self.report.logits_to_keep and not self.padded
 
     def _probe(
         self,
@@ -384,14 +399,14 @@ class CompiledModel(LanguageModel):
         slab: KVSlab,
         n: int,
         span: int,
-        kind: str,
+        kind: Kind,
     ) -> Tensor:
         """Logits of ``n`` queries at the end of ``span`` rows of zeros."""
         rows = torch.arange(span - n, span)
         positions = torch.arange(n) % (self.max_positions or n)
         visible = torch.arange(span) <= rows[:, None]
         tokens = torch.arange(n) % self.vocab_size
-        return call(slab, tokens, rows, positions, visible, kind == "prompt")
+        return call(slab, tokens, rows, positions, visible, kind.last_only)
 
 
 def _ignore(done: int, total: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import operator
 import os
 import platform
 import sys
@@ -22,10 +23,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Library", "cache_folder", "kept", "library_key"]
+__all__ = ["Library", "StateWatch", "cache_folder", "kept", "library_key"]
 
-_FORMAT = 2
-_OWN = ("treegraft.backends.hf", "treegraft.backends.kv", "treegraft.backends.masks")
+_FORMAT = 3
+_OWN = (
+    "treegraft.backends.hf",
+    "treegraft.backends.kv",
+    "treegraft.backends.masks",
+    "treegraft.backends.panels",
+)
 """Code of ours that is compiled with the model's."""
 
 
@@ -78,6 +84,44 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, those that several modules share under each name."""
     state = dict(model.named_parameters(remove_duplicate=False))
     return state | dict(model.named_buffers(remove_duplicate=False))
+
+
+@final
+class StateWatch:
+    """Notices where modules, parameters or buffers of a model are replaced, or their memory.
+
+    To collect a model's state anew takes milliseconds, and every text begins with the question.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._look()
+
+    def _look(self) -> None:
+        modules = list(self._model.modules())
+        # Which module is where, and the dictionaries with what is in it.
+        self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
+        self._owners = [owned for m in modules for owned in (m._parameters, m._buffers) if owned]
+        self._held = self._now()
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        return [
+            (name, id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride())
+            for owned in self._owners
+            for name, tensor in owned.items()
+            if tensor is not None
+        ]
+
+    def changed(self) -> bool:
+        """Whether something was replaced since the last time this was asked."""
+        same = all(
+            len(now) == len(then) and all(map(operator.is_, now.values(), then))
+            for now, then in self._children
+        )
+        if same and self._now() == self._held:
+            return False
+        self._look()
+        return True
 
 
 def _settings(config: Any) -> dict[str, Any]:

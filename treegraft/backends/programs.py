@@ -10,6 +10,7 @@ import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal, cast, final
 
@@ -19,13 +20,42 @@ from torch import Tensor
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.kv import KVSlab
 
-__all__ = ["Compiler", "NoProgramError", "Program", "TracedProgram"]
+__all__ = [
+    "MANY",
+    "ONE",
+    "PROMPT",
+    "Compiler",
+    "Kind",
+    "NoProgramError",
+    "Program",
+    "TracedProgram",
+]
 
 Compiler = Literal["aot", "inductor", "aot_eager", "eager"]
 
 
 class NoProgramError(Exception):
     """No program was made for a forward like this one. Raised before the forward begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Forwards that share a program.
+
+    Attributes
+    ----------
+    name : in reports. most : queries (n) at most; None: no limit. last_only : the last query's
+        logits alone.
+    """
+
+    name: str
+    most: int | None = None
+    last_only: bool = False
+
+
+ONE = Kind("one query", 1)
+MANY = Kind("several queries")
+PROMPT = Kind("prompt", last_only=True)
 
 
 class Program(ABC):
@@ -35,12 +65,20 @@ class Program(ABC):
 
     Attributes
     ----------
+    kinds : what programs are made for, those for fewer queries first; a forward belongs to the
+        first that it fits.
     minds_inference_mode : whether what was made outside of it does not fit in it.
-    reads_prompts : whether forwards for the last query's logits alone are worth a program.
     """
 
+    kinds: tuple[Kind, ...] = (ONE, MANY)
     minds_inference_mode = False
-    reads_prompts = False
+
+    def kind(self, n: int, last_only: bool) -> Kind | None:
+        """That of a forward over ``n`` queries; None if there is none."""
+        for kind in self.kinds:
+            if kind.last_only == last_only and (kind.most is None or n <= kind.most):
+                return kind
+        return None
 
     @abstractmethod
     def trial(

@@ -20,7 +20,14 @@ from torch import Tensor
 from treegraft.backends.draw_log import DrawLog
 from treegraft.core.errors import TreeError
 from treegraft.core.roles import NodeLists, TreeBackend
-from treegraft.core.tree import NOBODY, ROOT, Proposals, TokenTree, lineage_matrix
+from treegraft.core.tree import (
+    NOBODY,
+    ROOT,
+    Proposals,
+    TokenTree,
+    TreeLists,
+    lineage_matrix,
+)
 
 
 @final
@@ -324,25 +331,18 @@ class TensorTree(TreeBackend):
         lineage: list[int] = []
         for i, above in enumerate(parent):
             lineage.append(lineage[above] | 1 << i if i else 1)
-        columns = (self._token, self._depth, self._source, self._scorer, self._proposers)
-        rows = [*([column[node] for node in kept] for column in columns), parent, kept]
-        # One conversion for all columns.
-        token, depth, source, scorer, proposers, parents, numbers = _int64(rows).unbind()
-        return TokenTree(
-            token=token,
-            parent=parents,
-            depth=depth,
-            logprob=torch.from_numpy(np.array(self._logprob, dtype=np.float32)[kept]),
-            source=source,
-            scorer=scorer,
-            proposers=proposers,
-            ancestors=torch.from_numpy(lineage_matrix(lineage, len(kept))),
-            node=numbers,
-            ledger=self._draws.ledger(place, self._token, self._parent),
+        columns = (self._token, self._depth, self._source, self._proposers, self._scorer)
+        token, depth, source, proposers, scorer = ([c[node] for node in kept] for c in columns)
+        return TokenTree.of_lists(
+            TreeLists(token, parent, depth, source, proposers, kept),
+            scorer,
+            [self._logprob[node] for node in kept],
+            lineage,
+            self._draws.ledger(place, self._token, self._parent),
         )
 
 
-def _int64(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+def _int64(numbers: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 

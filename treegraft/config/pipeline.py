@@ -220,12 +220,35 @@ class BackendConfig(Strict):
         description="Whether compiled forwards are padded to fixed shapes, each of which becomes a "
         "CUDA graph; null: on a GPU, as a CPU pays for padding.",
     )
+    panels: bool = Field(
+        False,
+        description="Whether forwards that aot compiles for a CPU read float32 weights from a "
+        "second copy, laid out for up to 8 nodes: twice the memory, up to three times as fast.",
+    )
 
     @field_validator("compile", mode="before")
     @classmethod
     def _yaml_switch(cls, value: Any) -> Any:
         # YAML 1.1 reads off and on without quotes as false and true.
         return {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _check_panels(self) -> BackendConfig:
+        if not self.panels:
+            return self
+        for name, found, allowed in (
+            ("compile", self.compile, ("on", "auto")),
+            ("compiler", self.compiler, (None, "aot")),
+            ("device", self.device, ("cpu",)),
+            ("dtype", self.dtype, ("float32", "auto")),
+            ("buckets", self.buckets or False, (False,)),
+        ):
+            if found not in allowed:
+                raise ValueError(
+                    f"backend.panels needs backend.{name} {' or '.join(map(str, allowed))}, found "
+                    f"{found}"
+                )
+        return self
 
 
 class PipelineConfig(Strict):

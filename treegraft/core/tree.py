@@ -268,19 +268,38 @@ class TokenTree:
     @staticmethod
     def root_only(token: int) -> TokenTree:
         """The tree of plain decoding: the last committed token and nothing else."""
-        zero = torch.from_numpy(np.zeros(1, dtype=np.int64))
-        nobody = torch.from_numpy(np.array([NOBODY]))
-        return TokenTree(
-            token=torch.from_numpy(np.array([token])),
-            parent=zero,
-            depth=zero,
-            logprob=torch.from_numpy(np.zeros(1, dtype=np.float32)),
-            source=nobody,
-            scorer=nobody,
-            proposers=zero,
-            ancestors=torch.from_numpy(np.ones((1, 1), dtype=np.bool_)),
-            node=zero,
+        lists = TreeLists([token], [0], [0], [NOBODY], [0], [0])
+        return TokenTree.of_lists(lists, [NOBODY], [0.0], [1], None)
+
+    @staticmethod
+    def of_lists(
+        lists: TreeLists,
+        scorer: Sequence[int],
+        logprob: Sequence[float],
+        lineages: Sequence[int],
+        ledger: Ledger | None,
+    ) -> TokenTree:
+        """The tree of these columns, [N] each, which are kept as its ``lists``.
+
+        ``lineages`` are bit sets: bit j of the i-th is ``ancestors[i, j]``.
+        """
+        # One conversion for all columns.
+        rows = np.array([*lists, scorer], dtype=np.int64)
+        token, parent, depth, source, proposers, node, scored = torch.from_numpy(rows).unbind()
+        tree = TokenTree(
+            token=token,
+            parent=parent,
+            depth=depth,
+            logprob=torch.from_numpy(np.array(logprob, dtype=np.float32)),
+            source=source,
+            scorer=scored,
+            proposers=proposers,
+            ancestors=torch.from_numpy(lineage_matrix(lineages, len(lineages))),
+            node=node,
+            ledger=ledger,
         )
+        object.__setattr__(tree, "_lists", lists)
+        return tree
 
     def lists(self) -> TreeLists:
         """Columns as lists, made once: as they were when the tree was checked."""

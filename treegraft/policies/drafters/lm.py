@@ -303,7 +303,8 @@ class LmDrafter(ScoringDrafter):
         n_text = len(pending)
         # Columns: the committed text before the root, then the nodes read so far. Text that is
         # still to be read rides along in the same forward, causally.
-        visible = np.ones((n_text + len(nodes), base + last), dtype=np.bool_)
+        visible = np.empty((n_text + len(nodes), base + last), dtype=np.bool_)
+        visible[n_text:, :base] = True
         visible[n_text:, base:] = lineage_matrix(lineage[first:], last)
         if n_text:
             visible[:n_text] = np.arange(base + last) <= np.arange(base - n_text, base)[:, None]
