@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from treegraft import pipeline
+from treegraft.parts import Parts
 
 settings.register_profile("dev", max_examples=30, deadline=None)
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, database=None)
@@ -25,6 +29,18 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _DEFAULT))
 # Building a Hugging Face model draws its weights from torch's global stream; tests in these folders
 # build many.
 _DRAW_WEIGHTS = {"backends", "bench", "cli", "zoo"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def trees_of_our_own_parts_are_checked_too() -> Iterator[None]:
+    """Hold every pruned tree against the laws, as pipelines do only with parts of others."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def parts(**given: Any) -> Parts:
+            return Parts(**(given | {"foreign": True}))
+
+        patch.setattr(pipeline, "Parts", parts)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -490,3 +490,23 @@ def test_a_prompt_longer_than_a_chunk_of_prefill() -> None:
     prompt = [(i * i + i // 7) % V for i in range(1100)]
     made = pipeline(NGRAM, NEAR, scheduler={"kind": "always"}, builder=layered(depth=3))
     assert made.generate(prompt, max_new_tokens=12).tokens == plain(prompt, 12)
+
+
+def test_an_option_called_texts_was_taken_for_one_of_our_own() -> None:
+    made = pipeline()
+    with pytest.raises(ConfigError, match="unknown option 'texts'"):
+        made.generate([1, 2], texts=True)
+
+
+def test_gradients_stayed_off_where_the_default_device_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such device")
+
+    made = pipeline()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", fails)
+        with pytest.raises(RuntimeError, match="no such device"):
+            made.generate([1, 2], max_new_tokens=2)
+    assert torch.is_grad_enabled()

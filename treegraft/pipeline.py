@@ -209,7 +209,7 @@ class Pipeline:
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """Decode to the end; ``options`` (``logits_processor`` among them) as in ``stream``."""
         generation = None
-        for chunk in self._decode(prompt, texts=False, **options):
+        for chunk in self._decode(prompt, False, **options):
             generation = chunk.generation
         assert generation is not None
         return generation
@@ -244,7 +244,7 @@ class Pipeline:
         """
         return self._decode(
             prompt,
-            texts=True,
+            True,
             logits_processor=logits_processor,
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
             **overrides,
@@ -253,8 +253,9 @@ class Pipeline:
     def _decode(
         self,
         prompt: str | Sequence[int],
-        *,
         texts: bool,
+        /,
+        *,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None,
         **overrides: Any,
@@ -414,15 +415,14 @@ class _OwnModes:
     __slots__ = ("_device", "_gradients")
 
     def __enter__(self) -> None:
-        self._gradients = torch.is_grad_enabled()
-        if self._gradients:
-            torch.set_grad_enabled(False)
         self._device: torch.device | None = None
         # As a context a device slows every call down, so it is entered only where it matters; and
         # an empty tensor tells the default device sooner than torch's own question for it.
         if not torch.empty(0).is_cpu:
             self._device = torch.device("cpu")
             self._device.__enter__()
+        self._gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
 
     def __exit__(
         self,
@@ -430,10 +430,9 @@ class _OwnModes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        torch.set_grad_enabled(self._gradients)
         if self._device is not None:
             self._device.__exit__(kind, error, trace)
-        if self._gradients:
-            torch.set_grad_enabled(True)
 
 
 def build_pipeline(

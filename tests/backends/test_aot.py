@@ -15,11 +15,12 @@ import pytest
 import torch
 from backends.draft_trees import tree_and_path_logits
 from backends.families import VOCAB, build, near_copy, prompt_of
+from torch import nn
 
 from treegraft.backends import aot
 from treegraft.backends.graphs import CompiledModel, GraphPlan
 from treegraft.backends.hf import HFLanguageModel
-from treegraft.backends.library import cache_folder, kept, library_key
+from treegraft.backends.library import StateWatch, cache_folder, kept, library_key
 from treegraft.config import parse_config
 from treegraft.core.errors import ConfigError
 from treegraft.core.language_model import ForwardCounts
@@ -222,6 +223,36 @@ def test_a_module_put_in_the_place_of_another_ended_the_next_text_with_a_traceba
     before = compiled.forward_counts.outside
     tree_and_path_logits(compiled, 5, FORK, dice())
     assert compiled.forward_counts.outside == before
+
+
+def test_what_is_replaced_added_or_taken_away_is_noticed_once() -> None:
+    model = nn.Sequential(nn.LayerNorm(4, bias=False), nn.Linear(4, 4))
+    watch = StateWatch(model)
+
+    def noticed() -> bool:
+        changed = watch.changed()
+        watch.look()
+        return changed and not watch.changed()
+
+    assert not watch.changed()
+    held = model[0].weight
+    del model[0].weight
+    assert noticed()
+    model[0].weight = held  # a module that had nothing when it was looked at
+    assert noticed()
+    model[1].weight.data = model[1].weight.data.clone()
+    assert noticed()
+    model[1].bias = None
+    assert noticed()
+    model[0].register_buffer("more", torch.zeros(1))
+    assert noticed()
+    model[1]._parameters = {"weight": nn.Parameter(torch.zeros(4, 4)), "bias": None}
+    assert noticed()
+    model._modules = {"one": model[0], "two": model[1]}
+    assert noticed()
+    with torch.no_grad():
+        model.one.weight.add_(1.0)  # read by whoever reads the memory
+    assert not watch.changed()
 
 
 # The key names all that decides the code.

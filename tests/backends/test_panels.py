@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from backends.draft_trees import tree_and_path_logits
 from backends.families import build, prompt_of
 from torch import nn
 
-from treegraft.backends.graphs import CompiledModel, GraphPlan
+from treegraft.backends.graphs import CompiledModel, ForwardChoice, GraphPlan
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.panels import Panels
 from treegraft.config import parse_config
@@ -62,32 +64,92 @@ def test_layers_of_another_type_size_or_kind_have_none() -> None:
     assert panels.n_bytes == 0
 
 
-def test_a_change_in_place_through_data_or_of_the_memory_is_followed() -> None:
-    layer = nn.Linear(16, 16)
+def test_every_change_is_followed_also_those_that_nobody_counts() -> None:
+    layer = nn.Linear(16, 40)
     owner = Panels(nn.Sequential(layer))
     (panels,) = owner.buffers()
     address = panels.data_ptr()
+
+    def followed() -> bool:
+        owner.follow()
+        return torch.equal(weights_of(panels, 40), layer.weight)
+
     with torch.no_grad():
         layer.weight[3, 5] = 7.0  # torch counts it
-    owner.follow()
-    assert panels[0, 5, 3] == 7.0
-    layer.weight.data.mul_(2.0)  # nobody counts it
-    owner.follow()
-    assert panels[0, 5, 3] == 14.0
+    assert followed()
+    layer.weight.data[7] = torch.randn(16)
+    assert followed()
+    layer.weight.detach().numpy()[39] = 3.0
+    assert followed()
+    layer.weight.data.copy_(layer.weight.data.flip(0))
+    assert followed()
     layer.weight.data = layer.weight.data + 1.0
-    owner.follow()
-    assert panels[0, 5, 3] == 15.0
+    assert followed()
     assert panels.data_ptr() == address
 
 
-def test_weights_of_inference_mode_are_followed_too() -> None:
+def test_panels_made_in_inference_mode_could_not_be_written_outside_of_it() -> None:
+    layer = nn.Linear(16, 16)
     with torch.inference_mode():
-        layer = nn.Linear(16, 16)
         owner = Panels(nn.Sequential(layer))
-        layer.weight.add_(1.0)
-        owner.follow()
-        (panels,) = owner.buffers()
-        assert torch.equal(weights_of(panels, 16), layer.weight)
+        given = nn.Linear(16, 16)
+        other = Panels(nn.Sequential(given))
+        given.weight[5] += 1.0
+        other.follow()
+        assert torch.equal(weights_of(next(other.buffers()), 16), given.weight)
+    layer.weight.data.mul_(1.5)
+    owner.follow()
+    assert torch.equal(weights_of(next(owner.buffers()), 16), layer.weight)
+
+
+def test_a_kernel_without_huge_pages_ended_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    layer = nn.Linear(16, 16)
+    (panels,) = Panels(nn.Sequential(layer)).buffers()
+    assert torch.equal(weights_of(panels, 16), layer.weight)
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    (panels,) = Panels(nn.Sequential(layer)).buffers()
+    assert torch.equal(weights_of(panels, 16), layer.weight)
+
+
+# The products.
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 1), (1, 8), (2, 8), (5, 8), (8, 8)])
+@pytest.mark.parametrize("n_out", [16, 21])
+def test_products_are_those_of_the_layer(n: int, most: int, n_out: int) -> None:
+    layer = nn.Linear(24, n_out)
+    for given in (torch.randn(n, 24), torch.randn(1, n, 24)):
+        with Panels(nn.Sequential(layer)).products(n, most):
+            found = layer(given)
+        assert found.shape == (*given.shape[:-1], n_out)
+        assert torch.allclose(found, layer(given), atol=1e-5)
+
+
+def test_the_bias_of_a_layer_was_added_where_the_call_had_none_or_another() -> None:
+    layer, given = nn.Linear(16, 16), torch.randn(3, 16)
+    other = torch.randn(16)
+    calls = [
+        lambda: nn.functional.linear(given, layer.weight),
+        lambda: nn.functional.linear(given, layer.weight, other),
+        lambda: nn.functional.linear(input=given, weight=layer.weight, bias=other),
+    ]
+    for call in calls:
+        with Panels(nn.Sequential(layer)).products(3, 8):
+            found = call()
+        assert torch.allclose(found, call(), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(9, 16), (2, 3, 16), (1, 3, 4, 16), (1, 9, 16)])
+def test_what_is_not_one_row_a_query_was_cut_to_eight_rows(shape: tuple[int, ...]) -> None:
+    layer, given = nn.Linear(16, 16), torch.randn(shape)
+    with Panels(nn.Sequential(layer)).products(3, 8):
+        found = layer(given)
+    assert torch.equal(found, layer(given))
 
 
 def test_a_replaced_layer_is_found_and_one_of_another_size_is_not_taken_for_it() -> None:
@@ -159,12 +221,12 @@ def test_weights_that_change_between_texts_are_read_anew(
     layer = model.model.model.layers[0].mlp.down_proj
     held = layer.weight.detach().clone()
     try:
-        for change in ("in place", "through data", "other memory"):
+        for change in ("in place", "uncounted", "other memory"):
             with torch.no_grad():
                 if change == "in place":
                     layer.weight.mul_(-1.5)
-                elif change == "through data":
-                    layer.weight.data.mul_(2.0)
+                elif change == "uncounted":
+                    layer.weight.data[5:9] *= 2.0
                 else:
                     layer.weight.data = layer.weight.data / 3.0
             found, _ = tree_and_path_logits(compiled, 5, FORK, dice())
@@ -222,3 +284,30 @@ def test_settings_under_which_nothing_would_read_panels_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_config({"target": {"model": "m"}, "backend": backend | {"panels": True}})
+
+
+@compiles
+@pytest.mark.slow
+def test_a_family_with_a_layer_over_all_rows_of_its_cache_could_not_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TREEGRAFT_CACHE_DIR", str(tmp_path))
+    model = HFLanguageModel(build("deepseek-v3", num_hidden_layers=1), name="deepseek")
+    made = CompiledModel(model, PLAN)
+    for parents in (FORK[:1], FORK):
+        found, _ = tree_and_path_logits(made, 6, parents, dice())
+        expected, _ = tree_and_path_logits(model, 6, parents, dice())
+        assert torch.allclose(found, expected, rtol=0, atol=NEAR)
+    assert made.forward_counts.outside == 0
+
+
+@compiles
+def test_panels_that_no_chosen_forward_reads_are_let_go_of(
+    model: HFLanguageModel, compiled: CompiledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        CompiledModel, "_time", lambda _, kind, *__: ForwardChoice(kind.name, 1, 1.0, 2.0, False)
+    )
+    graphs = CompiledModel(model, replace(PLAN, mode="auto")).graphs
+    assert graphs.panels == 0
+    assert "eager forwards are faster" in str(graphs)

@@ -100,16 +100,21 @@ class AotProgram(Program):
         given = _flat(cache, tokens, rows, positions, visible)
         return lambda: library.run(given)  # which empties the list: for one call
 
+    def drop_panels(self) -> None:
+        """Let go of the panels, where no forward that reads them was chosen."""
+        self._panels, self.panel_bytes = None, 0
+        self._libraries = {k: v for k, v in self._libraries.items() if k not in (ONE, _FEW)}
+
     def renew(self) -> None:
         """See weights that were given other memory: see Program.renew."""
-        replaced = self._state.changed()
-        if self._panels is not None:
-            if replaced:
+        if self._state.changed():
+            if self._panels is not None:
                 self._panels.find()
-            self._panels.follow()
-        if replaced:
             for library in self._libraries.values():
                 library.bind()
+            self._state.look()
+        if self._panels is not None:
+            self._panels.follow()
 
     def _fitting(self, tokens: Tensor, visible: Tensor, last_only: bool) -> Library:
         kind = self.kind(tokens.shape[0], last_only)
@@ -117,7 +122,7 @@ class AotProgram(Program):
         # A span of one is taken for a size that is spread over others.
         if library is None or not library.fits or visible.shape[1] < 2:
             raise NoProgramError
-        if self._panels is not None and not self._panels.fits:
+        if kind in (ONE, _FEW) and self._panels is not None and not self._panels.fits:
             raise NoProgramError
         return library
 
@@ -216,7 +221,8 @@ class _Forward(nn.Module):
         )
         model, last_only = self._language_model, form.last_only
         arguments = model.arguments(slab, tokens, rows, positions, visible, span, last_only)
-        with nullcontext() if self.panels is None else self.panels.products(form.most or 1):
+        n, panels = tokens.shape[0], self.panels
+        with nullcontext() if panels is None else panels.products(n, form.most or 1):
             return logits_of(model.call(arguments), last_only)
 
 

@@ -113,7 +113,7 @@ class GraphReport:
         what = "eager" if self.compiler is None else "; ".join(map(str, self.choices))
         how = [] if self.compiler is None else [str(self.compiler)]
         how += ["CUDA graphs"] if self.captured else ["buckets"] if self.buckets else []
-        how += [f"panels {self.panels / 1e6:.1f} MB"] if self.panels else []
+        how += [f"panels {self.panels / 1e6:.3g} MB"] if self.panels else []
         how.append(f"warm-up {self.seconds:.1f} s")
         notes = "".join(f". {note}" for note in self.notes)
         return f"{self.model}: {what} [{', '.join(how)}]{notes}"
@@ -319,9 +319,16 @@ class CompiledModel(LanguageModel):
             break
         else:
             compiler, choices = None, ()
-        held = self._program.panel_bytes if isinstance(self._program, AotProgram) else 0
+        held, program = 0, self._program
+        if isinstance(program, AotProgram):
+            if not any(on for kind, on in self._compiled.items() if kind and kind.most):
+                program.drop_panels()
+            held = program.panel_bytes
         if plan.panels and not held:
-            notes.append("no panels: it has no linear layers of float32 weights, or no aot program")
+            notes.append(
+                "no panels: it has no linear layers of float32 weights, no aot program, or eager "
+                "forwards are faster"
+            )
         return GraphReport(
             model=self.name,
             compiler=compiler,
@@ -370,7 +377,7 @@ class CompiledModel(LanguageModel):
         }
 
     def _time(self, kind: Kind, program: Program, plan: GraphPlan, slab: KVSlab) -> ForwardChoice:
-        # The most nodes of a tree, where that is of this kind; else the middle of the kind.
+        # The most nodes of a tree, or what is nearest to it among forwards of this kind.
         fewest = 1 + max((k.most for k in program.kinds if k.most and k != kind), default=0)
         most = kind.most or BUCKETS[-1]
         n = _PROMPT if kind.last_only else min(max(fewest, plan.n_nodes), most)

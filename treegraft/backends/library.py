@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import operator
 import os
 import platform
 import sys
@@ -95,33 +94,26 @@ class StateWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
-        modules = list(self._model.modules())
-        # Which module is where, and the dictionaries with what is in it.
-        self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
-        self._owners = [owned for m in modules for owned in (m._parameters, m._buffers) if owned]
-        self._held = self._now()
+    def look(self) -> None:
+        """Take what there is now for known."""
+        self._modules = list(self._model.modules())
+        self._known = self._now()
 
     def _now(self) -> list[tuple[Any, ...]]:
-        return [
-            (name, id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride())
-            for owned in self._owners
-            for name, tensor in owned.items()
-            if tensor is not None
+        children = [item for module in self._modules for item in module._modules.items()]
+        return children + [
+            (name, id(t), t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+            for module in self._modules
+            for owned in (module._parameters, module._buffers)
+            for name, t in owned.items()
+            if t is not None
         ]
 
     def changed(self) -> bool:
-        """Whether something was replaced since the last time this was asked."""
-        same = all(
-            len(now) == len(then) and all(map(operator.is_, now.values(), then))
-            for now, then in self._children
-        )
-        if same and self._now() == self._held:
-            return False
-        self._look()
-        return True
+        """Whether something was replaced, added or taken away since the last look."""
+        return self._now() != self._known
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -182,6 +174,7 @@ class Library:
         self._held: dict[str, Tensor] = {}
         self._addresses: list[int] = []
         state = state_of(model)
+        self._all = set(state)
         self.fits = True
         lacking = [name for name in self._names if name not in state]
         if lacking:
@@ -195,8 +188,8 @@ class Library:
     def bind(self) -> None:
         """Run on the weights as they lie in memory now."""
         state = state_of(self._model)
-        if any(name not in state for name in self._names):
-            self.fits = False  # modules were put in the place of others
+        if set(state) != self._all:
+            self.fits = False  # modules were put in the place of others, or a bias came
             return
         held = {name: state[name].detach() for name in self._names}
         self.fits = [_layout(tensor) for tensor in held.values()] == self._layout

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Panels"]
@@ -47,13 +49,14 @@ class Panels(nn.Module):
         self._names = [name for name, module in model.named_modules() if _counts(module)]
         self._layers = tuple(_linear(model, name) for name in self._names)
         sizes = [_sizes(layer) for layer in self._layers]
-        memory = _memory(sum(p * i * w for p, i, w in sizes))
-        first = 0
-        for number, (p, i, w) in enumerate(sizes):
-            held = memory[first : first + p * i * w].view(p, i, w)
-            self.register_buffer(f"panels_{number}", held)
-            first += held.numel()
-        self._seen: list[tuple[Any, ...]] = [()] * len(sizes)
+        # Tensors that were made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            memory = _memory(sum(p * i * w for p, i, w in sizes))
+            first = 0
+            for number, (p, i, w) in enumerate(sizes):
+                held = memory[first : first + p * i * w].view(p, i, w)
+                self.register_buffer(f"panels_{number}", held)
+                first += held.numel()
         self.fits = True
         self.follow()
 
@@ -73,21 +76,16 @@ class Panels(nn.Module):
             self.fits = False
 
     def follow(self) -> None:
-        """Copy the weights that have changed since the last time.
+        """Copy the weights again, all of them.
 
-        Seen are other memory, torch's count of changes in place, and, as changes through ``.data``
-        are not counted, whether the weights of the first output are those of the panel.
+        Not all changes are counted by torch (through ``.data``, numpy, in inference mode), and to
+        compare every weight takes longer than to copy it.
         """
         if not self.fits:
             return
-        with torch.no_grad():
-            for number, (layer, panels) in enumerate(
-                zip(self._layers, self.buffers(), strict=True)
-            ):
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, panels in zip(self._layers, self.buffers(), strict=True):
                 weight = layer.weight
-                seen = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-                if seen == self._seen[number] and torch.equal(weight[0], panels[0, :, 0]):
-                    continue
                 n_out, n_in = weight.shape
                 whole = n_out // _WIDTH
                 panels[:whole].copy_(
@@ -96,21 +94,25 @@ class Panels(nn.Module):
                 if whole < panels.shape[0]:
                     panels[whole].zero_()
                     panels[whole, :, : n_out % _WIDTH].copy_(weight[whole * _WIDTH :].t())
-                self._seen[number] = seen
 
-    def products(self, most: int) -> TorchFunctionMode:
-        """A context in which the layers multiply by panels, for at most ``most`` queries.
+    def products(self, n: int, most: int) -> TorchFunctionMode:
+        """A context in which the layers multiply by panels, where they are given n queries.
 
         To be compiled: as it stands this is slow.
+
+        Parameters
+        ----------
+        n : queries of the forward, maybe symbolic. most : what n is at most.
         """
         pairs = zip(self._layers, self.buffers(), strict=True)
-        return _Products({id(layer.weight): (layer, held) for layer, held in pairs}, most)
+        return _Products({id(layer.weight): held for layer, held in pairs}, n, most)
 
 
 class _Products(TorchFunctionMode):
-    def __init__(self, held: dict[int, tuple[nn.Linear, Tensor]], most: int) -> None:
+    def __init__(self, held: dict[int, Tensor], n: int, most: int) -> None:
         super().__init__()
         self._held = held
+        self._n = n
         self._most = most
 
     def __torch_function__(
@@ -122,14 +124,28 @@ class _Products(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.linear:
-            held = self._held.get(id(args[1] if len(args) > 1 else kwargs.get("weight")))
-            if held is not None:
-                layer, panels = held
-                given = args[0] if args else kwargs["input"]
-                return _product(given, panels, layer.out_features, layer.bias, self._most)
+            given, weight, bias = _of_linear(*args, **kwargs)
+            panels = self._held.get(id(weight))
+            # Some layers read something else, such as all rows of a cache.
+            if panels is not None and self._is_queries(given):
+                return _product(given, panels, weight.shape[0], bias, self._most)
         found = func(*args, **kwargs)
         # A row of a table that lies [in, out] would be read anew wherever its sum is needed.
         return _written(found) if func is nn.functional.embedding else found
+
+    def _is_queries(self, given: Tensor) -> bool:
+        """Whether a tensor is known to be [n, I] or [1, n, I]."""
+        alone = given.dim() == 2 or (
+            given.dim() == 3 and statically_known_true(given.shape[0] == 1)
+        )
+        return alone and statically_known_true(given.shape[-2] == self._n)
+
+
+def _of_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of torch's ``linear``, by its names for them."""
+    return input, weight, bias
 
 
 def _product(given: Tensor, panels: Tensor, n_out: int, bias: Tensor | None, most: int) -> Tensor:
@@ -139,9 +155,8 @@ def _product(given: Tensor, panels: Tensor, n_out: int, bias: Tensor | None, mos
     There are always ``most``: those past n repeat the last query and are cut off.
     """
     n_in = panels.shape[1]
-    flat = given.reshape(-1, n_in)
+    flat = _written(given.reshape(-1, n_in))
     n = flat.shape[0]
-    flat = _written(flat)
     rows = []
     for query in range(most):
         place = torch.sym_min(query, n - 1) if query else 0  # type: ignore[no-untyped-call]
@@ -189,7 +204,8 @@ def _memory(n: int) -> Tensor:
     if not n or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(n)
     pages = mmap.mmap(-1, 4 * n + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel may be built without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.float32)  # keeps the pages
     first = -memory.data_ptr() % _HUGE // 4
     return memory[first : first + n]

@@ -43,7 +43,7 @@ _FEWEST_LATER = 20
 """Forwards of a drafter after a layer of its own, from which on they are told from others."""
 _HIDDEN = 64
 """Units of the networks with which decisions are timed; what they reckon is the least of it."""
-_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_WIDTHS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def curve_models(pipeline: Pipeline) -> dict[str, LanguageModel]:

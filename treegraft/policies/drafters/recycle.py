@@ -27,7 +27,8 @@ class RecycleConfig(BaseModel):
         8,
         ge=1,
         le=64,
-        description="Successors kept per token; more of them widen the tree.",
+        description="Successors kept per token; more of them widen the tree. A token "
+        "that was read keeps about half a kilobyte.",
     )
     levels: int = Field(
         1,
