@@ -114,7 +114,7 @@ def _legend(result: Demo) -> list[str]:
         lines.append("drawn   the small model draws a chain of tokens at random")
     if "learned" in result.comparison.arms:
         lines.append(
-            "learned the small model and recycled tokens, called as was worth it on other texts"
+            "learned the small model and two look-ups, called as was worth it on other texts"
         )
     return lines
 
