@@ -259,6 +259,7 @@ def test_tokens_are_those_of_plain_decoding_and_nothing_runs_outside(
 
 
 @compiles
+@pytest.mark.slow
 def test_a_model_without_float32_weights_says_that_it_has_no_panels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
