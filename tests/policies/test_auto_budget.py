@@ -246,6 +246,10 @@ def test_the_slab_has_room_for_the_limit() -> None:
             {"budget": 1024},
             "builder.budget: Input should be less than or equal to 1023, found 1024",
         ),
+        (
+            {"budget": "0x"},
+            "builder.budget: it must be a number of nodes, 0 to 1023, or 'auto', found '0x'",
+        ),
         ({"budget": True}, "builder.budget must be a number, found True"),
         (
             {"budget": "auto", "budget_costs": {"target": 0.0}},

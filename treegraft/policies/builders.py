@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, final
 
 import torch
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from torch import Tensor
 
 from treegraft.core.roles import Touched, TreeBackend, TreeBuilder
@@ -23,9 +31,18 @@ _Width = Field(
     "more alternatives and costs the drafters more.",
 )
 _Nodes = Annotated[int, Field(ge=0, le=1023)]
+
+
+def _number_or_auto(value: Any) -> Any:
+    if isinstance(value, str) and value != "auto" and not value.lstrip("+-").isdecimal():
+        raise ValueError(f"it must be a number of nodes, 0 to 1023, or 'auto', found {value!r}")
+    return value
+
+
 _BudgetOption = Annotated[
     Annotated[_Nodes, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
+    BeforeValidator(_number_or_auto),
 ]
 _MOST = 63
 
