@@ -52,8 +52,7 @@ from treegraft.cli import app as cli
         ),
         (
             "generate --target m --drafter ngram --budget few -p x",
-            "builder.budget: Input should be a valid integer, unable to parse string as an "
-            "integer, found 'few'",
+            "builder.budget: it must be a number of nodes, 0 to 1023, or 'auto', found 'few'",
         ),
         (
             "generate --target m --drafter ngram --scheduler fixed:small -p x",
