@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
-from types import TracebackType
 from typing import Any
 
 import networkx as nx
@@ -30,6 +29,7 @@ from treegraft.core.errors import (
 )
 from treegraft.core.guard import TimedModel, guard
 from treegraft.core.language_model import ForwardCounts, LanguageModel
+from treegraft.core.modes import OwnModes
 from treegraft.core.processors import Processors
 from treegraft.core.roles import Drafter, Scheduler, TreeBackend, TreeBuilder
 from treegraft.core.sampling import History, Sampling
@@ -316,7 +316,7 @@ class Pipeline:
                 repetition_penalty=config.sampling.repetition_penalty,
                 min_new_tokens=stop.min_new_tokens,
             )
-            with _OwnModes():
+            with OwnModes():
                 entries = build_processors(
                     settings, logits_processor, prefix_allowed_tokens_fn, text
                 )
@@ -351,7 +351,7 @@ class Pipeline:
         }
         watch = self._parts.watch
         watch.lap()
-        with _OwnModes():
+        with OwnModes():
             decoding.prefill()
         prefill = watch.lap()
         stream = TextStream(self.tokenizer) if texts and self.tokenizer is not None else None
@@ -364,7 +364,7 @@ class Pipeline:
                 )
             # The caller held the generator: that time is not ours.
             watch.skip()
-            with _OwnModes():
+            with OwnModes():
                 step = decoding.step()
             text = stream.push(step.tokens) if stream is not None else None
             if stream is not None and decoding.finish_reason is not None:
@@ -403,36 +403,6 @@ class Pipeline:
             notices=tuple(decoding.notices),
             forwards=forwards,
         )
-
-
-class _OwnModes:
-    """No gradients, and small tensors on the host whatever the caller's default device is.
-
-    Held around each step and never across a yield, where the modes are the caller's. A class and
-    not a generator, as a step begins with it.
-    """
-
-    __slots__ = ("_device", "_gradients")
-
-    def __enter__(self) -> None:
-        self._device: torch.device | None = None
-        # As a context a device slows every call down, so it is entered only where it matters; and
-        # an empty tensor tells the default device sooner than torch's own question for it.
-        if not torch.empty(0).is_cpu:
-            self._device = torch.device("cpu")
-            self._device.__enter__()
-        self._gradients = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        torch.set_grad_enabled(self._gradients)
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
 
 
 def build_pipeline(

@@ -21,6 +21,7 @@ from treegraft.backends import aot
 from treegraft.backends.graphs import CompiledModel, GraphPlan
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.library import StateWatch, cache_folder, kept, library_key
+from treegraft.backends.programs import PROMPT
 from treegraft.config import parse_config
 from treegraft.core.errors import ConfigError
 from treegraft.core.language_model import ForwardCounts
@@ -190,7 +191,7 @@ def test_a_second_text_in_the_kept_cache_was_read_with_weights_that_had_moved_aw
 ) -> None:
     config = parse_config({"target": {"model": "target"}, "drafters": [], "stop": {"eos": []}})
     # As where auto found the prompt's program slower: a text's first forward is eager then.
-    monkeypatch.setitem(compiled._compiled, "prompt", False)
+    monkeypatch.setitem(compiled._compiled, PROMPT, False)
     ahead = build_pipeline(config, models={"target": compiled})
     plain = build_pipeline(config, models={"target": model})
     weights = list(model.model.parameters())

@@ -14,7 +14,8 @@ from backends.draft_trees import tree_and_path_logits
 from backends.families import build, prompt_of
 from torch import nn
 
-from treegraft.backends.graphs import CompiledModel, ForwardChoice, GraphPlan
+from treegraft.backends.graph_report import ForwardChoice
+from treegraft.backends.graphs import CompiledModel, GraphPlan
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.panels import Panels
 from treegraft.config import parse_config

@@ -103,7 +103,7 @@ class AotProgram(Program):
     def drop_panels(self) -> None:
         """Let go of the panels, where no forward that reads them was chosen."""
         self._panels, self.panel_bytes = None, 0
-        self._libraries = {k: v for k, v in self._libraries.items() if k not in (ONE, _FEW)}
+        self._libraries = {k: v for k, v in self._libraries.items() if k.most is None}
 
     def renew(self) -> None:
         """See weights that were given other memory: see Program.renew."""
@@ -122,15 +122,15 @@ class AotProgram(Program):
         # A span of one is taken for a size that is spread over others.
         if library is None or not library.fits or visible.shape[1] < 2:
             raise NoProgramError
-        if kind in (ONE, _FEW) and self._panels is not None and not self._panels.fits:
+        panels = self._panels
+        if panels is not None and not panels.fits and kind is not None and kind.most is not None:
             raise NoProgramError
         return library
 
     def _made(self, kind: Kind, slots: tuple[int, ...], given: list[Tensor]) -> Library:
         windowed = self._model.masks.windowed
         panels = None if kind.most is None else self._panels
-        most = None if panels is None and kind.most != 1 else kind.most
-        form = _Form(self._model.report.n_layers, slots, most, kind.last_only, windowed)
+        form = _Form(self._model.report.n_layers, slots, kind.most, kind.last_only, windowed)
         forward = _Forward(self._model, form, panels)
 
         def make(path: str) -> None:

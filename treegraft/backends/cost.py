@@ -223,21 +223,23 @@ def elsewhere(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     Versions of libraries are left out: what they change is small.
     """
     pairs: list[tuple[str, Any, Any]] = [(k, there.get(k), here.get(k)) for k in _DECISIVE]
-    one, other = (_backend(side.get("backend")) for side in (there, here))
+    one, other = (_told(side, "backend") or {} for side in (there, here))
     pairs += [(key, one.get(key), other.get(key)) for key in ("compile", "panels")]
     found = [f"{key} {a} there, {b} here" for key, a, b in pairs if a != b]
     return "; ".join(found) if found else None
 
 
-_BEFORE = {"temperature": 0.0}
+_BEFORE: dict[str, Any] = {"temperature": 0.0, "backend": {"panels": False}}
 """What costs were measured with that do not say it, as it came later."""
-_BACKEND_BEFORE = {"panels": False}
 _DECISIVE = ("device", "device_name", "dtype", "threads")
 
 
-def _backend(told: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of the backend, with those that came later as they were before."""
-    return _BACKEND_BEFORE | dict(told or {})
+def _told(environment: Mapping[str, Any], key: str) -> Any:
+    """What an environment says, or was where it does not say it."""
+    before, told = _BEFORE.get(key), environment.get(key)
+    if isinstance(before, dict) and isinstance(told, dict):
+        return before | told
+    return before if told is None else told
 
 
 def _processor() -> str:
@@ -393,10 +395,8 @@ def load_costs(
                 f"costs {str(path)!r} were measured for another {name} ({found}), found "
                 f"{identity}; {again}"
             )
-    for key, value in (here or {}).items():
-        there = costs.environment.get(key, _BEFORE.get(key))
-        if isinstance(there, dict) and isinstance(value, dict):
-            there, value = _backend(there), _backend(value)
+    for key in here or {}:
+        there, value = _told(costs.environment, key), _told(here or {}, key)
         if there != value:
             raise ScheduleError(
                 f"costs {str(path)!r} were measured with {key} {there!r}, found {value!r}; {again}"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from treegraft.backends.aot import AotProgram
 from treegraft.backends.buckets import BUCKETS, ROWS_STEP, CudaGraphs, bucket_of, pad
+from treegraft.backends.graph_report import ForwardChoice, GraphReport
 from treegraft.backends.hf import HFLanguageModel
 from treegraft.backends.kv import KVSlab
 from treegraft.backends.programs import Compiler, Kind, NoProgramError, Program, TracedProgram
@@ -29,7 +30,7 @@ from treegraft.backends.sources import one_line
 from treegraft.core.errors import ConfigError
 from treegraft.core.language_model import ForwardCounts, LanguageModel
 
-__all__ = ["CompiledModel", "ForwardChoice", "GraphPlan", "GraphReport"]
+__all__ = ["CompiledModel", "GraphPlan"]
 
 # n and K of the forwards that programs are made from, and S of their slabs. Sizes that are equal
 # where a program is made would be taken for one and the same, so no two of these agree, nor any
@@ -63,60 +64,6 @@ class GraphPlan:
     buckets: bool = False
     n_nodes: int = 9
     panels: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardChoice:
-    """What the warm-up measured for one kind of forward, and what it chose.
-
-    Attributes
-    ----------
-    kind : ``one query`` or ``several queries``. n : queries of the forwards that were timed.
-    eager_ms, compiled_ms : the fastest of some forwards. compiled : which of the two runs now.
-    """
-
-    kind: str
-    n: int
-    eager_ms: float
-    compiled_ms: float
-    compiled: bool
-
-    def __str__(self) -> str:
-        chosen = "compiled" if self.compiled else "eager"
-        times = f"{self.compiled_ms:.2f} ms compiled, {self.eager_ms:.2f} ms eager"
-        return f"{self.kind}: {chosen} ({times}, n = {self.n})"
-
-
-@dataclass(frozen=True, slots=True)
-class GraphReport:
-    """What the warm-up of a model did; ``str`` is one line.
-
-    Attributes
-    ----------
-    model : its name. compiler : the one whose programs are used, None if none could be made.
-    choices : one per kind of forward; empty without a compiler.
-    seconds : of the warm-up. buckets, captured : whether forwards are padded, and whether each
-        bucket becomes a CUDA graph. panels : bytes of the second copy of the weights.
-    notes : what a user should know, one sentence each.
-    """
-
-    model: str
-    compiler: Compiler | None
-    choices: tuple[ForwardChoice, ...]
-    seconds: float
-    buckets: bool
-    captured: bool
-    panels: int = 0
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        what = "eager" if self.compiler is None else "; ".join(map(str, self.choices))
-        how = [] if self.compiler is None else [str(self.compiler)]
-        how += ["CUDA graphs"] if self.captured else ["buckets"] if self.buckets else []
-        how += [f"panels {self.panels / 1e6:.3g} MB"] if self.panels else []
-        how.append(f"warm-up {self.seconds:.1f} s")
-        notes = "".join(f". {note}" for note in self.notes)
-        return f"{self.model}: {what} [{', '.join(how)}]{notes}"
 
 
 @final

@@ -174,7 +174,7 @@ class Library:
         self._held: dict[str, Tensor] = {}
         self._addresses: list[int] = []
         state = state_of(model)
-        self._all = set(state)
+        self._state_names = set(state)
         self.fits = True
         lacking = [name for name in self._names if name not in state]
         if lacking:
@@ -188,7 +188,7 @@ class Library:
     def bind(self) -> None:
         """Run on the weights as they lie in memory now."""
         state = state_of(self._model)
-        if set(state) != self._all:
+        if set(state) != self._state_names:
             self.fits = False  # modules were put in the place of others, or a bias came
             return
         held = {name: state[name].detach() for name in self._names}

@@ -38,9 +38,9 @@ class NoProgramError(Exception):
     """No program was made for a forward like this one. Raised before the forward begins."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """Forwards that share a program.
+    """Forwards that share a program. Each is itself alone: every forward is looked up by its kind.
 
     Attributes
     ----------

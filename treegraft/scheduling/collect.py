@@ -285,7 +285,7 @@ class _StepSearch:
     def search(self, rows: TraceRows, calls: Sequence[int]) -> int:
         """Enter the rows of all schedules, or of a beam; tokens that ``calls`` commits."""
         n, depth = len(self._collector._parts.drafters), self._collector._parts.builder.depth
-        rows.begin(len(self._committed), len(self._continuation), self._n_prompt)
+        rows.begin(len(self._committed), len(self._continuation))
         root = self._begin()
         root.row = rows.add(_STOPPED, _STOPPED, 0, 1, self._outcome(root), ())
         layer, n_new = [root], 1

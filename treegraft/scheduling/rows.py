@@ -39,7 +39,7 @@ class TraceRows:
         self._unread: list[tuple[int, ...]] = []
         self._features: list[tuple[int, NDArray[np.float32]]] = []
 
-    def begin(self, position: int, n_left: int, n_prompt: int) -> None:
+    def begin(self, position: int, n_left: int) -> None:
         """Begin a step at ``position`` committed tokens, with ``n_left`` of the text to come."""
         self._steps.append((position, n_left))
 
